@@ -1,0 +1,41 @@
+"""What this machine can run, as text."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import torch
+
+from gatekern import __version__
+from gatekern.engine.support import TESTED
+from gatekern.ops import backends
+
+_PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy", "gguf")
+
+
+def report(*, models: bool = False) -> str:
+    """Versions, devices and backends; with `models`, the tested architectures as well."""
+    lines = [f"gatekern {__version__}, Python {platform.python_version()}, {platform.platform()}", ""]
+    lines += [f"  {name:<13} {_version(name)}" for name in _PACKAGES]
+    lines += ["", "devices", f"  cpu           {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"]
+    if torch.cuda.is_available():
+        lines += [f"  cuda:{at:<8} {torch.cuda.get_device_name(at)}" for at in range(torch.cuda.device_count())]
+    else:
+        lines.append("  cuda          none")
+    lines += ["", "operator backends"]
+    for backend in backends():
+        state = backend.detail if backend.available else f"off: {backend.reason}"
+        lines.append(f"  {backend.name:<13} {state}")
+    if models:
+        lines += ["", "architectures compared with separate forwards by the test suite (others are proved at load)"]
+        for path, families in TESTED.items():
+            lines += [f"  {path:<13} {family}" for family in families]
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

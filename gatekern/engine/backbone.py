@@ -1,0 +1,165 @@
+"""A loaded model, ready to turn prompts into hidden states."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gatekern.engine.head import HeadSpec, prove_head, read_head, text_decoder
+from gatekern.engine.packed import PackedPath
+from gatekern.engine.stepwise import BranchedPath, FullPath
+from gatekern.engine.support import Support, max_prompt_tokens, support_for
+from gatekern.engine.work import Work
+from gatekern.errors import GatekernError, InputError, UnsupportedModelError
+from gatekern.planning import IntArray
+
+_log = logging.getLogger("gatekern")
+
+
+class HiddenPath(Protocol):
+    """A way to compute the hidden state at the end of each prompt."""
+
+    name: str
+
+    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor: ...
+
+
+class Backbone:
+    """The model as the modes see it: prompts in, final hidden states and the head out.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Any causal language model of transformers, in eval mode. Never changed.
+    max_tokens : int, optional
+        Tokens that one forward computes at most. Default by device and size of the model.
+
+    Attributes
+    ----------
+    support : Support
+        The path in use, and why.
+    head : HeadSpec
+        Proved against the model's own logits.
+    max_prompt_tokens : int or None
+        Longest prompt, tokens.
+    dtype : torch.dtype
+        Of the model's weights.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, max_tokens: int | None = None) -> None:
+        if model.training:
+            raise InputError("the model is in training mode (dropout would change scores): call model.eval() first")
+        if max_tokens is not None and max_tokens < 1:
+            raise InputError(f"max_tokens_per_forward must be at least 1, got {max_tokens}")
+        self.model = model
+        self.support = support_for(model)
+        if self.support.path == "refused":
+            raise UnsupportedModelError(f"{model.config.model_type}: {self.support.reason}")
+        decoder = text_decoder(model)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype = model.dtype
+        self.head: HeadSpec = read_head(model)
+        self.max_prompt_tokens = max_prompt_tokens(model)
+        self.max_tokens = max_tokens or _default_max_tokens(model, self.device)
+        self._lock = threading.Lock()  # the attention function is switched per forward, for the whole model
+        with torch.no_grad():
+            prove_head(model, decoder, self.head, self.device)
+            self._path = self._prove_path(decoder)
+        self._alone = FullPath(decoder, self.device, self.max_tokens, alone=True)
+
+    @property
+    def path(self) -> str:
+        return self._path.name
+
+    @torch.no_grad()
+    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
+        """Final hidden state at the last token of each prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of int64 [length_i]
+            None empty, none longer than `max_prompt_tokens`.
+        work : Work
+            Counters to add to.
+
+        Returns
+        -------
+        Tensor [num_prompts, hidden_size]
+            On the head's device, in the model's dtype, in the order of `prompts`.
+        """
+        limit = self.support.packed_limit
+        lengths = np.array([len(prompt) for prompt in prompts])
+        with self._lock:
+            if limit is None or lengths.max() <= limit:
+                rows = self._path.hidden_rows(prompts, work)
+            else:
+                order = np.argsort(lengths > limit, kind="stable")
+                split = int((lengths <= limit).sum())
+                ordered = [prompts[at] for at in order]
+                parts = [
+                    path.hidden_rows(part, work)
+                    for path, part in ((self._path, ordered[:split]), (self._alone, ordered[split:]))
+                    if part
+                ]
+                rows = torch.cat(parts)[torch.from_numpy(np.argsort(order)).to(parts[0].device)]
+        return rows.to(self.head.weight.device)
+
+    def _prove_path(self, decoder: nn.Module) -> HiddenPath:
+        """Run the intended path on a few short prompts and compare it with whole ones; fall back if it differs."""
+        full = FullPath(decoder, self.device, self.max_tokens)
+        candidates: list[HiddenPath] = [full]
+        if self.support.path == "branched":
+            candidates = [BranchedPath(decoder, self.device, self.max_tokens), full]
+        elif self.support.path == "packed":
+            candidates = [PackedPath(decoder, self.device, self.max_tokens), full]
+        prompts = _probe_prompts(self.head.vocab_rows)
+        limit = self.support.packed_limit
+        if limit is not None:
+            prompts = [prompt[-limit:] for prompt in prompts]
+        truth = torch.cat([full.hidden_rows([prompt], Work()) for prompt in prompts]).float()
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1  # low precision: rounding accumulates over layers
+        for path in candidates:
+            try:
+                rows = path.hidden_rows(prompts, Work()).float()
+            except GatekernError as error:
+                cause = str(error)
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                # A model that cannot run this path fails somewhere inside transformers, in its own way.
+                cause = f"{type(error).__name__}: {error}"
+            else:
+                error_size = ((rows - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
+                if error_size <= tolerance:
+                    return path
+                cause = f"hidden states differ by {error_size:.1e} of their size from separate forwards"
+            _log.warning("%s: the %s path is off: %s", type(self.model).__name__, path.name, cause)
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__} gives different hidden states for the same prompt alone and padded on the "
+            f"right in a batch ({cause}): it is not causal, or its weights are not finite"
+        )
+
+
+def _default_max_tokens(model: PreTrainedModel, device: torch.device) -> int:
+    """Tokens a forward: enough to fill the device, few enough for activations to stay in cache (CPU) or memory."""
+    if device.type == "cpu":
+        return 4096
+    parameters = model.num_parameters()
+    return 65536 if parameters < 1e9 else 32768 if parameters < 4e9 else 16384
+
+
+def _probe_prompts(vocab_rows: int) -> list[IntArray]:
+    """Five short prompts over two contexts that share a header; suffixes of unequal length."""
+    ids = np.random.default_rng(0).integers(0, min(vocab_rows, 1000), size=64)
+    header, contexts = ids[:12], (ids[12:32], ids[32:44])
+    suffixes = ((ids[44:47], ids[47:52], ids[52:53]), (ids[53:57], ids[57:64]))
+    return [
+        np.concatenate([header, context, suffix])
+        for context, branch in zip(contexts, suffixes, strict=True)
+        for suffix in branch
+    ]

@@ -1,0 +1,123 @@
+"""The exact slower paths, for models whose state cannot be packed.
+
+`BranchedPath` computes shared tokens once and copies the model's cache (keys, values, recurrent and convolution
+states) for every branch. `FullPath` computes every prompt whole. Both run the model with its own attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gatekern.engine.work import Work
+from gatekern.planning import IntArray, PrefixTree, build_prefix_tree
+
+_MAX_BRANCHES = 64  # cache copies held at once
+
+
+class FullPath:
+    """Every prompt whole, batches padded on the right (later tokens cannot change a causal model's earlier ones)."""
+
+    name = "full"
+
+    def __init__(self, decoder: nn.Module, device: torch.device, max_tokens: int, *, alone: bool = False) -> None:
+        """`alone`: one prompt a forward, for models whose angles depend on the longest position of the call."""
+        self.decoder = decoder
+        self.device = device
+        self.max_tokens = max_tokens
+        self.alone = alone
+
+    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
+        """Final hidden state at the last token of each prompt, [num_prompts, hidden_size]."""
+        order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]))
+        hidden: list[Tensor | None] = [None] * len(prompts)
+        while order:
+            count = 1
+            while not self.alone and count < len(order):
+                if (count + 1) * len(prompts[order[count]]) > self.max_tokens:
+                    break
+                count += 1
+            batch, order = order[:count], order[count:]
+            ids, lengths = _pad([prompts[at] for at in batch])
+            with work.stage("forward"):
+                if self.alone:  # a short call makes dynamic RoPE forget the longest prompt it has seen
+                    self.decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
+                out = self.decoder(
+                    input_ids=ids.to(self.device),
+                    attention_mask=(torch.arange(ids.shape[1]) < lengths[:, None]).long().to(self.device),
+                    use_cache=False,
+                ).last_hidden_state
+                for row, at in enumerate(batch):
+                    hidden[at] = out[row, int(lengths[row]) - 1].clone()
+            work.count(ids.numel())
+        return torch.stack([row for row in hidden if row is not None])
+
+
+class BranchedPath:
+    """Walk the prefix tree; every inner segment extends a copy of its parent's cache, leaves run as one batch."""
+
+    name = "branched"
+
+    def __init__(self, decoder: nn.Module, device: torch.device, max_tokens: int) -> None:
+        self.decoder = decoder
+        self.device = device
+        self.max_tokens = max_tokens
+        # transformers 5.24 renamed the argument and the output field
+        names = inspect.signature(decoder.forward).parameters
+        self.cache_argument = "cache" if "cache" in names else "past_key_values"
+
+    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
+        """Final hidden state at the last token of each prompt, [num_prompts, hidden_size]."""
+        with work.stage("plan"):
+            tree = build_prefix_tree(prompts, min_saved=32)  # a branch costs a copy of the cache
+        ends: dict[int, Tensor] = {}  # last hidden state of each segment
+        with work.stage("forward"):
+            self._descend(tree, -1, None, ends, work)
+        last_segment = np.searchsorted(tree.offsets, tree.rows, side="right") - 1
+        return torch.stack([ends[int(segment)] for segment in last_segment])
+
+    def _descend(self, tree: PrefixTree, segment: int, cache: Any, ends: dict[int, Tensor], work: Work) -> None:
+        children = np.nonzero(tree.parent == segment)[0].tolist()
+        leaves = [child for child in children if tree.subtree_end[child] == child + 1]
+        length = max((int(tree.offsets[leaf + 1] - tree.offsets[leaf]) for leaf in leaves), default=1)
+        step = max(1, min(_MAX_BRANCHES, self.max_tokens // length))
+        for at in range(0, len(leaves), step):
+            self._run(tree, leaves[at : at + step], cache, ends, work)
+        for child in children:
+            if tree.subtree_end[child] > child + 1:
+                self._descend(tree, child, self._run(tree, [child], cache, ends, work), ends, work)
+
+    def _run(
+        self, tree: PrefixTree, segments: list[int], cache: Any, ends: dict[int, Tensor], work: Work
+    ) -> Any:
+        """Run sibling segments on copies of `cache`; returns the filled cache."""
+        ids, lengths = _pad([tree.tokens[tree.offsets[s] : tree.offsets[s + 1]] for s in segments])
+        start = int(tree.start[segments[0]])
+        positions = start + torch.arange(ids.shape[1]).expand_as(ids)
+        arguments: dict[str, Any] = {}
+        if cache is not None:
+            branches = copy.deepcopy(cache)
+            branches.reorder_cache(torch.zeros(len(segments), dtype=torch.long, device=self.device))
+            arguments[self.cache_argument] = branches
+        out = self.decoder(
+            input_ids=ids.to(self.device), position_ids=positions.to(self.device), use_cache=True, **arguments
+        )
+        for row, segment in enumerate(segments):
+            ends[segment] = out.last_hidden_state[row, int(lengths[row]) - 1].clone()
+        work.count(ids.numel())
+        return getattr(out, self.cache_argument)
+
+
+def _pad(prompts: Sequence[IntArray]) -> tuple[Tensor, Tensor]:
+    """Ids padded on the right with 0, int64 [batch, longest], and lengths, int64 [batch]."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.from_numpy(np.asarray(prompt, dtype=np.int64))
+    return ids, lengths

@@ -1,0 +1,96 @@
+"""Which architectures are scored on which path, and why.
+
+`packed` is the fast path. `branched` is exact and slower: shared tokens are computed once, then the model's cache is
+copied for every fact. `full` computes every prompt whole. A model that fits none is refused by name. Whatever this
+table says, `Backbone` proves the path on the loaded model before it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from gatekern.engine.head import text_config
+
+Path = Literal["packed", "branched", "full", "refused"]
+
+#: Families that the test suite compares with separate, uncached, unpadded forwards on every run.
+TESTED: dict[Path, tuple[str, ...]] = {
+    "packed": (
+        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gemma4_text",
+        "llama4_text", "phi", "phi3", "granite", "cohere", "cohere2", "smollm3", "gpt_oss", "olmo2", "gpt2",
+        "gpt_neox", "opt", "starcoder2", "glm4", "exaone4",
+    ),
+    "branched": (
+        "qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2", "granitemoehybrid", "jamba", "bloom",
+    ),
+    "refused": ("t5",),
+}  # fmt: skip
+
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_SPARSE_LAYERS = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a model is scored.
+
+    Attributes
+    ----------
+    path : "packed", "branched", "full" or "refused"
+    reason : str
+        Why it is not the fast path, or what the fast path rests on.
+    packed_limit : int or None
+        Longer prompts are computed whole and alone, because their rotary angles depend on the longest prompt of the
+        call.
+    """
+
+    path: Path
+    reason: str
+    packed_limit: int | None = None
+
+
+def support_for(model: PreTrainedModel) -> Support:
+    """What the architecture allows, from its configuration alone."""
+    config = text_config(model.config)
+    if model.config.is_encoder_decoder:
+        return Support("refused", "encoder-decoder models read the prompt in an encoder; gatekern scores decoders")
+    kinds = _layer_kinds(config)
+    if kinds & _SPARSE_LAYERS:
+        return Support("full", f"{', '.join(sorted(kinds & _SPARSE_LAYERS))} layers select keys over the whole prompt")
+    if kinds - _PACKABLE_LAYERS:
+        return Support("branched", f"{', '.join(sorted(kinds - _PACKABLE_LAYERS))} layers carry a state across tokens")
+    if not getattr(model, "_supports_attention_backend", False):
+        return Support("branched", f"{config.model_type} does not call attention through AttentionInterface")
+    limit = _packed_limit(config)
+    if limit is not None:
+        return Support("packed", f"prompts over {limit} tokens alone: rotary angles depend on the longest prompt", limit)
+    return Support("packed", "attention only, angles depend on a token's own position")
+
+
+def max_prompt_tokens(model: PreTrainedModel) -> int | None:
+    """Longest prompt that the model's positions allow, tokens; None when the configuration states none."""
+    return getattr(text_config(model.config), "max_position_embeddings", None)
+
+
+def _layer_kinds(config: PreTrainedConfig) -> set[str]:
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(config, name, None)
+        if kinds:
+            return {"full_attention" if kind == "attention" else kind for kind in kinds}
+    stateful = {"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"}
+    return {"recurrent"} if config.model_type in stateful else {"full_attention"}
+
+
+def _packed_limit(config: PreTrainedConfig) -> int | None:
+    """Length from which `dynamic` and `longrope` embeddings change all angles of a call."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    per_kind = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    limits = [
+        int(one.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for one in per_kind
+        if one.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)

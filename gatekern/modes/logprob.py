@@ -1,0 +1,55 @@
+"""Log-probability mode: one forward, the answer's label logits, no sampling (ConsistencyGate, equation 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gatekern import ops
+from gatekern.engine.backbone import Backbone
+from gatekern.engine.work import Work
+from gatekern.labels import LabelSet
+from gatekern.planning import IntArray
+from gatekern.results import FloatArray
+
+
+@dataclass(frozen=True)
+class LabelEvidence:
+    """Per prompt: label logits [num_prompts, num_labels] (nats), score and label mass [num_prompts], float32."""
+
+    logits: FloatArray
+    scores: FloatArray
+    mass: FloatArray
+
+
+def label_evidence(
+    backbone: Backbone, prompts: Sequence[IntArray], labels: LabelSet, work: Work, *, backend: str = "auto"
+) -> LabelEvidence:
+    """Read the labels at the end of each prompt.
+
+    Parameters
+    ----------
+    backbone : Backbone
+    prompts : sequence of int64 [length_i]
+        At least one, none empty.
+    labels : LabelSet
+        The score is the probability of the first group among all groups.
+    work : Work
+        Counters to add to.
+    backend : str
+        For the operators; see `gatekern.ops`.
+
+    Notes
+    -----
+    ``mass = exp(logsumexp(label logits) - logsumexp(all logits))`` needs the whole vocabulary, in tiles: with one row
+    a prompt this is well under 1 % of the forward.
+    """
+    hidden = backbone.hidden_rows(prompts, work)
+    head = backbone.head
+    terms = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "backend": backend}
+    with work.stage("score"), torch.no_grad():
+        logits, scores = ops.label_scores(hidden, head.weight, labels.ids, **terms)
+        mass = torch.exp(logits.logsumexp(dim=-1) - ops.vocab_lse(hidden, head.weight, **terms))
+    return LabelEvidence(*(x.float().cpu().numpy() for x in (logits, scores, mass.clamp(max=1.0))))

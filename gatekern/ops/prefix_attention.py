@@ -1,0 +1,381 @@
+"""Attention over a packed stream of segments that share prefixes.
+
+The stream is a prefix tree in depth-first preorder (`gatekern.planning`). A row sees the segments above its own and,
+causally, its own: so attention is one causal call over the segments themselves, plus one unmasked call for every
+segment that others share, whose rows are contiguous. The partial results are merged by their log-sum-exp, as in
+Hydragen (arXiv 2402.05099) at any depth of sharing: keys of a shared prefix are read once for all the rows below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IntArray = NDArray[np.int64]
+
+_ROWS_PER_MASK = 256  # masked rows are taken in blocks: a mask is never larger than this many rows by the keys they span
+_PADDING = 1.25  # short segments share a call while it computes at most this many times their own rows
+_ALONE = 256  # a segment of this many rows fills a call by itself
+_SCORES_PER_BLOCK = 1 << 23  # elements of the score matrix that the plain path holds at once
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Who sees whom in one packed forward; built once, used by every layer.
+
+    Attributes
+    ----------
+    own_offsets : int64 [num_segments + 1]
+        CSR offsets of the segments over the query rows.
+    shared : int64 [num_shared, 4]
+        ``(q_begin, q_end, k_begin, k_end)``: those query rows all see those keys.
+    key_positions : int64 [num_keys]
+        Position of every key in its prompt. The last ``own_offsets[-1]`` keys are the query rows themselves.
+    """
+
+    own_offsets: IntArray
+    shared: IntArray
+    key_positions: IntArray
+    _schedules: dict[object, _Schedule] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.own_offsets[-1])
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.key_positions)
+
+    def first_visible(self, window: int | None, chunk: int | None) -> IntArray:
+        """Lowest position that each query row may see, int64 [num_rows]."""
+        rows = self.key_positions[self.num_keys - self.num_rows :]
+        first = np.zeros_like(rows)
+        if window is not None:
+            first = np.maximum(first, rows - window + 1)
+        if chunk is not None:
+            first = np.maximum(first, rows // chunk * chunk)
+        return first
+
+    def schedule(
+        self, window: int | None, chunk: int | None, dtype: torch.dtype, device: torch.device
+    ) -> _Schedule:
+        """Calls to make for layers with this window or chunk, on this device; computed once."""
+        key = (window, chunk, dtype, device)
+        if key not in self._schedules:
+            self._schedules[key] = _build_schedule(self, self.first_visible(window, chunk), dtype, device)
+        return self._schedules[key]
+
+
+def prefix_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SegmentLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of every row over its path in the prefix tree.
+
+    Parameters
+    ----------
+    query : Tensor [num_rows, num_heads, head_dim]
+        float32, bfloat16 or float16; any strides with a dense last dimension.
+    key : Tensor [num_keys, num_kv_heads, head_dim]
+        Same dtype and device; ``num_heads`` is a multiple of ``num_kv_heads`` (GQA). Rotary embedding already applied.
+    value : Tensor [num_keys, num_kv_heads, value_dim]
+        As `key`.
+    layout : SegmentLayout
+        Which rows see which keys.
+    scale : float
+        Multiplies the dot products.
+    window : int, optional
+        Sliding window: a row at position ``p`` sees positions ``p - window + 1 .. p``.
+    chunk : int, optional
+        Chunked attention: a row sees the positions of its own chunk, ``p // chunk``, only.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)`` before the mask.
+    sinks : Tensor [num_heads], optional
+        Logit of a key with zero value that every row sees (attention sink).
+
+    Returns
+    -------
+    Tensor [num_rows, num_heads, value_dim]
+        In the dtype of `query`; partial results are merged in float32.
+
+    Notes
+    -----
+    On the CPU, PyTorch's flash kernel does the calls; with a soft-cap, with ``value_dim != head_dim`` and on other
+    devices plain matrix products do, in blocks of rows. No mask of all rows by all keys is ever built.
+
+    Examples
+    --------
+    Two branches of two tokens each below a shared prefix of three:
+
+    >>> layout = SegmentLayout(
+    ...     own_offsets=np.array([0, 3, 5, 7]),
+    ...     shared=np.array([[3, 7, 0, 3]]),
+    ...     key_positions=np.array([0, 1, 2, 3, 4, 3, 4]),
+    ... )
+    >>> q, k, v = torch.randn(7, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
+    >>> prefix_attention(q, k, v, layout, scale=0.25).shape
+    torch.Size([7, 4, 16])
+    """
+    schedule = layout.schedule(window, chunk, query.dtype, query.device)
+    num_heads, value_dim = query.shape[1], value.shape[2]
+    first_own_key = layout.num_keys - layout.num_rows
+    # One row more than there are: padding is written there.
+    out = query.new_empty(layout.num_rows + 1, num_heads, value_dim, dtype=torch.float32)
+    lse = query.new_empty(layout.num_rows + 1, num_heads, dtype=torch.float32)
+
+    for batch in schedule.own:
+        heads = [_heads_first(_take_rows(x, batch.rows)) for x in (query, key[first_own_key:], value[first_own_key:])]
+        part, part_lse = _attend(*heads, scale=scale, softcap=softcap, causal=True)
+        out.index_copy_(0, batch.target, part.transpose(1, 2).flatten(0, 1).float())
+        lse.index_copy_(0, batch.target, part_lse.transpose(1, 2).flatten(0, 1))
+    out, lse = out[:-1], lse[:-1]
+
+    for block in schedule.blocks:
+        keys = slice(block.k_begin, block.k_end)
+        rows_ = slice(block.q_begin, block.q_end)
+        heads = [_heads_first(x[None]) for x in (query[rows_], key[keys], value[keys])]
+        part, part_lse = _attend(*heads, scale=scale, softcap=softcap, causal=block.causal, bias=block.bias)
+        part, part_lse = part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
+        if block.own:
+            out[rows_], lse[rows_] = part.float(), part_lse
+        else:
+            if block.blind is not None:  # the flash kernel reports 0 for a row that sees no key
+                part_lse = part_lse.masked_fill(block.blind[:, None], -torch.inf)
+            merge_(out[rows_], lse[rows_], part, part_lse)
+
+    if sinks is not None:
+        out *= torch.sigmoid(lse - sinks.float())[..., None]
+    return out.to(query.dtype)
+
+
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge attention over more keys into `out` and `lse`, in place.
+
+    With ``w = sigmoid(part_lse - lse)`` the result is ``(1 - w) * out + w * part``, and its log-sum-exp
+    ``logaddexp(lse, part_lse)``.
+
+    Parameters
+    ----------
+    out : Tensor float32 [rows, heads, dim]
+        Attention over the keys so far.
+    lse : Tensor float32 [rows, heads]
+        Its log-sum-exp of scores, nats; finite.
+    part : Tensor [rows, heads, dim]
+        Attention over other keys.
+    part_lse : Tensor float32 [rows, heads]
+        Its log-sum-exp, ``-inf`` where a row sees none of those keys.
+    """
+    out.lerp_(part.float(), torch.sigmoid(part_lse - lse)[..., None])
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def prefix_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SegmentLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`prefix_attention` by one dense mask, in float32 or, for float64 inputs, float64.
+
+    Quadratic in memory: the oracle of the tests, and the definition.
+    """
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    groups = query.shape[1] // key.shape[1]
+    k = key.to(work).repeat_interleave(groups, dim=1)
+    v = value.to(work).repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.to(work), k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    mask = torch.from_numpy(visibility(layout, window, chunk)).to(query.device)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(work)[:, None, None].expand(-1, layout.num_rows, 1)], dim=2)
+    weights = scores.softmax(dim=-1)[..., : layout.num_keys]
+    return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
+
+
+def visibility(layout: SegmentLayout, window: int | None = None, chunk: int | None = None) -> NDArray[np.bool_]:
+    """The dense mask that `layout` stands for, bool [num_rows, num_keys]. For tests and small inputs."""
+    mask = np.zeros((layout.num_rows, layout.num_keys), dtype=bool)
+    first_own_key = layout.num_keys - layout.num_rows
+    for begin, end in zip(layout.own_offsets, layout.own_offsets[1:], strict=False):
+        mask[begin:end, first_own_key + begin : first_own_key + end] = np.tri(end - begin, dtype=bool)
+    for q_begin, q_end, k_begin, k_end in layout.shared:
+        mask[q_begin:q_end, k_begin:k_end] = True
+    return mask & (layout.key_positions >= layout.first_visible(window, chunk)[:, None])
+
+
+@dataclass(frozen=True)
+class _OwnBatch:
+    """Segments that attend to themselves in one causal call, padded on the right to the longest."""
+
+    rows: Tensor  # int64 [batch, length]: query rows; padding repeats a segment's last row
+    target: Tensor  # int64 [batch * length]: where each result goes; one past the last row for padding
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows ``q_begin..q_end`` over keys ``k_begin..k_end`` in one call."""
+
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+    own: bool  # the rows' own segment: the first part that they see
+    causal: bool = False
+    bias: Tensor | None = None  # [rows, keys], 0 where visible and -inf elsewhere
+    blind: Tensor | None = None  # bool [rows]: rows that see none of these keys
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    own: tuple[_OwnBatch, ...]
+    blocks: tuple[_Block, ...]  # own blocks before shared ones, so that a merge finds a finite log-sum-exp
+
+
+def _build_schedule(
+    layout: SegmentLayout, first_visible: IntArray, dtype: torch.dtype, device: torch.device
+) -> _Schedule:
+    first_own_key = layout.num_keys - layout.num_rows
+    key_positions = layout.key_positions
+
+    short: list[tuple[int, int]] = []
+    blocks: list[_Block] = []
+
+    def masked(q_begin: int, q_end: int, k_begin: int, k_end: int, own: bool) -> Iterator[_Block]:
+        """Blocks of rows over the keys that at least one of them sees."""
+        for row in range(q_begin, q_end, _ROWS_PER_MASK):
+            rows = np.arange(row, min(row + _ROWS_PER_MASK, q_end))
+            last = int(rows[-1]) + first_own_key + 1 if own else k_end
+            keys = np.arange(k_begin, last)
+            seen = key_positions[keys] >= first_visible[rows][:, None]
+            if own:
+                seen &= keys <= rows[:, None] + first_own_key
+            used = np.nonzero(seen.any(axis=0))[0]
+            if not len(used):
+                continue
+            seen = seen[:, used[0] :]
+            bias = torch.zeros(seen.shape, dtype=dtype, device=device)
+            bias.masked_fill_(~torch.from_numpy(seen).to(device), -torch.inf)
+            blind = torch.from_numpy(~seen.any(axis=1)).to(device)
+            yield _Block(
+                row, int(rows[-1]) + 1, k_begin + int(used[0]), last, own, bias=bias, blind=None if own else blind
+            )
+
+    for begin, end in zip(layout.own_offsets.tolist(), layout.own_offsets[1:].tolist(), strict=False):
+        if first_visible[end - 1] > key_positions[first_own_key + begin]:
+            blocks.extend(masked(begin, end, first_own_key + begin, first_own_key + end, own=True))
+        elif end - begin >= _ALONE:
+            k_begin, k_end = first_own_key + begin, first_own_key + end
+            blocks.append(_Block(begin, end, k_begin, k_end, own=True, causal=True))
+        else:
+            short.append((begin, end))
+
+    for q_begin, q_end, k_begin, k_end in layout.shared.tolist():
+        if first_visible[q_begin:q_end].max() <= key_positions[k_begin]:
+            blocks.append(_Block(q_begin, q_end, k_begin, k_end, own=False))
+        elif first_visible[q_begin:q_end].min() <= key_positions[k_end - 1]:
+            blocks.extend(masked(q_begin, q_end, k_begin, k_end, own=False))
+
+    return _Schedule(tuple(_own_batches(short, layout.num_rows, device)), tuple(blocks))
+
+
+def _own_batches(
+    segments: list[tuple[int, int]], num_rows: int, device: torch.device
+) -> Iterator[_OwnBatch]:
+    """Group short segments by length, so that little padding is computed."""
+    queue = sorted(segments, key=lambda segment: segment[0] - segment[1])
+    while queue:
+        length = queue[0][1] - queue[0][0]
+        count = rows = 0
+        for begin, end in queue:
+            if length * (count + 1) > _PADDING * (rows + end - begin):
+                break
+            count, rows = count + 1, rows + end - begin
+        group, queue = np.array(queue[:count]), queue[count:]
+        index = group[:, :1] + np.arange(length)
+        target = np.where(index < group[:, 1:], index, num_rows).reshape(-1)
+        index = np.minimum(index, group[:, 1:] - 1)
+        yield _OwnBatch(torch.from_numpy(index).to(device), torch.from_numpy(target).to(device))
+
+
+def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """``x[rows]``, row by row in one copy: several times faster than indexing with a matrix."""
+    return x.flatten(1).index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:])
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[batch, rows, heads, dim] as [batch, heads, rows, dim], without a copy."""
+    return x.transpose(1, 2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One dense attention call: output [batch, heads, rows, value_dim] and float32 log-sum-exp [batch, heads, rows].
+
+    `causal` means that key ``i`` is row ``i``. `bias` is added to the scores.
+    """
+    if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
+        if query.dtype != torch.float64:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    return _attend_by_products(query, key, value, scale=scale, softcap=softcap, causal=causal, bias=bias)
+
+
+def _attend_by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, num_rows, _ = query.shape
+    kv_heads, num_keys = key.shape[1], key.shape[2]
+    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
+    k, v = key.float()[:, :, None], value.float()[:, :, None]
+    step = max(16, _SCORES_PER_BLOCK // (batch * heads * num_keys))
+    outs, lses = [], []
+    for row in range(0, num_rows, step):
+        scores = grouped[..., row : row + step, :].float() @ k.transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias[row : row + step].float()
+        if causal:
+            rows = torch.arange(row, row + scores.shape[-2], device=scores.device)
+            scores = scores.masked_fill(rows[:, None] < torch.arange(num_keys, device=scores.device), -torch.inf)
+        lse = scores.logsumexp(dim=-1)
+        weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])  # a blind row keeps weights of zero
+        outs.append((weights @ v).to(query.dtype))
+        lses.append(lse)
+    return torch.cat(outs, dim=-2).flatten(1, 2), torch.cat(lses, dim=-1).flatten(1, 2)

@@ -1,0 +1,340 @@
+"""From (context, fact) to the token ids that the model reads.
+
+A template is rendered once per verifier, through the tokenizer's chat template, with placeholders for the context and
+the fact. What remains is a fixed scaffold with two slots, so a chat template may reorder, trim or date its messages
+without any effect on how facts share a context. User text fills the slots as literal text: whatever it contains, it
+yields no control token.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from gatekern.errors import InputError, TemplateError
+from gatekern.planning import IntArray
+
+_log = logging.getLogger("gatekern")
+
+Layout = Literal["paper", "fact_last"]
+Slot = Literal["context", "fact"]
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A question about a fact and its context.
+
+    Attributes
+    ----------
+    version : str
+        Name of this exact wording; results carry it. Scores of different versions are not comparable.
+    system : str
+        Instruction. Goes into the system role where the chat template keeps one, else before `user`. May be empty.
+    user : str
+        Holds ``{context}`` and ``{fact}`` once each. Other braces are literal.
+    answer_prefix : str
+        Text after the generation prompt, before the answer, e.g. an empty thinking block. May hold control tokens.
+    """
+
+    version: str
+    system: str
+    user: str
+    answer_prefix: str = ""
+
+    def __post_init__(self) -> None:
+        for slot in ("{context}", "{fact}"):
+            if self.user.count(slot) != 1:
+                raise TemplateError(
+                    f"template {self.version!r}: `user` must hold {slot} exactly once, found {self.user.count(slot)}"
+                )
+
+
+_VERIFY_SYSTEM = (
+    "You check statements against a source text. The source text is all you know: what it does not say is unsupported."
+)
+_RATE_SYSTEM = (
+    "You rate how well a source text supports a statement. The source text is all you know. "
+    "0.0: not supported or contradicted. 0.5: partly supported or unclear. 1.0: stated in full."
+)
+
+#: Built-in wordings by task and layout. ``paper`` asks after the fact, as the ConsistencyGate paper does;
+#: ``fact_last`` asks before the context, so that only the fact's own tokens are computed for each fact.
+TEMPLATES: dict[tuple[str, Layout], PromptTemplate] = {
+    ("verify", "paper"): PromptTemplate(
+        version="verify-paper/1",
+        system=_VERIFY_SYSTEM,
+        user=(
+            "Source text:\n{context}\n\nStatement:\n{fact}\n\n"
+            "Does the source text directly support the statement? Answer yes or no."
+        ),
+    ),
+    ("verify", "fact_last"): PromptTemplate(
+        version="verify-fact-last/1",
+        system=f"{_VERIFY_SYSTEM} Answer yes if it directly supports the statement, otherwise no.",
+        user="Source text:\n{context}\n\nStatement:\n{fact}",
+    ),
+    ("rate", "paper"): PromptTemplate(
+        version="rate-paper/1",
+        system=_RATE_SYSTEM,
+        user=(
+            "Source text:\n{context}\n\nStatement:\n{fact}\n\n"
+            "How strongly does the source text support the statement? Answer with one number from 0.0 to 1.0."
+        ),
+    ),
+    ("rate", "fact_last"): PromptTemplate(
+        version="rate-fact-last/1",
+        system=f"{_RATE_SYSTEM} Answer with one number from 0.0 to 1.0.",
+        user="Source text:\n{context}\n\nStatement:\n{fact}",
+    ),
+}
+
+
+def template(task: str, layout: str) -> PromptTemplate:
+    """Built-in template of a task ("verify" or "rate") in a layout ("paper" or "fact_last")."""
+    try:
+        return TEMPLATES[task, layout]  # type: ignore[index]
+    except KeyError:
+        layouts = sorted({name for _, name in TEMPLATES})
+        raise InputError(f"layout={layout!r} is not one of {', '.join(layouts)}") from None
+
+
+def load(path: str | Path) -> PromptTemplate:
+    """Read a template from a TOML file with the fields of `PromptTemplate`.
+
+    ``user`` is required; ``version`` defaults to the file's name, ``system`` and ``answer_prefix`` to nothing.
+
+    Raises
+    ------
+    TemplateError
+        Not TOML, unknown or missing fields, or a slot that does not occur exactly once.
+    """
+    try:
+        fields: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TemplateError(f"{path}: not a TOML file: {error}") from error
+    known = {"version", "system", "user", "answer_prefix"}
+    if set(fields) - known or not all(isinstance(value, str) for value in fields.values()) or "user" not in fields:
+        raise TemplateError(f"{path}: wants the text fields user (required), {', '.join(sorted(known - {'user'}))}")
+    return PromptTemplate(**{"version": Path(path).stem, "system": "", **fields})
+
+
+class PromptEncoder:
+    """Encodes pairs with one tokenizer and one template.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        Copied, never changed. With a chat template the prompt is a chat turn; without one it is the plain form:
+        system text, blank line, user text, and ``Answer:`` on a line of its own.
+    template : PromptTemplate
+
+    Attributes
+    ----------
+    scaffold : tuple of str
+        Literal text and slots ("context", "fact" at odd places): text, slot, text, slot, text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: PromptTemplate) -> None:
+        # A call with other padding or truncation settings rewrites the tokenizer's state, also between threads.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self.template = template
+        chat = bool(getattr(tokenizer, "chat_template", None))
+        self.scaffold = _render_chat(self._tokenizer, template) if chat else _render_plain(template)
+        self._prefix = [] if chat else _leading_specials(self._tokenizer, self.scaffold[0])
+        self._control = {
+            text: token for text, token in self._tokenizer.get_added_vocab().items() if not text.isspace()
+        }
+        self._control_ids = np.array(sorted(self._control.values()), dtype=np.int64)
+        pattern = "|".join(re.escape(text) for text in sorted(self._control, key=len, reverse=True))
+        self._control_pattern = re.compile(f"({pattern})") if pattern else None
+        self._literal_tokenizer = _without_control_tokens(self._tokenizer, set(self._control))
+        # What the scaffold itself yields; one-letter slots stand in for user text.
+        self._scaffold_control = self._control_of(self._tokenize([self._fill("a", "a")])[0])
+        self.longest_token = max((len(text) for text in self._tokenizer.get_vocab()), default=1)
+
+    def encode(self, pairs: Sequence[tuple[str, str]], answer: str = "") -> list[IntArray]:
+        """Token ids of the fully rendered prompts.
+
+        Parameters
+        ----------
+        pairs : sequence of (context, fact)
+            Valid Unicode.
+        answer : str
+            Text appended at the answer position; used to see how a label is spelled there.
+
+        Returns
+        -------
+        list of int64 [length]
+            The joint encoding of the whole text, never a concatenation of separate encodings, except that control
+            tokens come from the scaffold alone.
+        """
+        prompts = self._tokenize([self._fill(context, fact) + answer for context, fact in pairs])
+        for at, ids in enumerate(prompts):
+            if not np.array_equal(self._control_of(ids), self._scaffold_control):
+                prompts[at] = self._encode_literally(*pairs[at], answer)
+        if self._prefix:
+            prompts = [np.concatenate([self._prefix, ids]) for ids in prompts]
+        return prompts
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of some ids, control tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def vocabulary(self) -> list[int]:
+        """Ids of the ordinary (not control) tokens."""
+        return sorted(set(self._tokenizer.get_vocab().values()) - set(self._control.values()))
+
+    def _fill(self, context: str, fact: str) -> str:
+        texts = {"context": context, "fact": fact}
+        return "".join(part if at % 2 == 0 else texts[part] for at, part in enumerate(self.scaffold))
+
+    def _tokenize(self, texts: list[str]) -> list[IntArray]:
+        encoded = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+    def _control_of(self, ids: IntArray) -> IntArray:
+        return ids[np.isin(ids, self._control_ids)]
+
+    def _encode_literally(self, context: str, fact: str, answer: str) -> IntArray:
+        """Encode text that spells control tokens: split the scaffold at its own control tokens, and nothing else."""
+        texts = {"context": context, "fact": fact}
+        chunks: list[str | int] = [""]  # plain text and control ids, alternating
+
+        def plain(text: str) -> None:
+            chunks[-1] = str(chunks[-1]) + text
+
+        for at, part in enumerate((*self.scaffold, answer)):
+            if at % 2 and at < len(self.scaffold):
+                plain(texts[part])
+            elif self._control_pattern is None or at == len(self.scaffold):
+                plain(part)
+            else:
+                for piece in self._control_pattern.split(part):
+                    if piece in self._control:
+                        chunks += [self._control[piece], ""]
+                    else:
+                        plain(piece)
+        ids: list[int] = []
+        for chunk in chunks:
+            if isinstance(chunk, int):
+                ids.append(chunk)
+            elif chunk:
+                ids += self._literal_ids(chunk)
+        return np.array(ids, dtype=np.int64)
+
+    def _literal_ids(self, text: str) -> list[int]:
+        ids = self._plain_ids(text)
+        if np.isin(ids, self._control_ids).any():
+            # The model's own vocabulary still forms the token from its characters: break every spelling in two.
+            assert self._control_pattern is not None
+            pieces, at = [], 0
+            for match in self._control_pattern.finditer(text):
+                middle = (match.start() + match.end()) // 2
+                pieces.append(text[at:middle])
+                at = middle
+            pieces.append(text[at:])
+            ids = [token for piece in pieces for token in self._plain_ids(piece)]
+            if np.isin(ids, self._control_ids).any():
+                raise InputError("the tokenizer turns this text into a control token however it is split")
+        return ids
+
+    def _plain_ids(self, text: str) -> list[int]:
+        if isinstance(self._literal_tokenizer, Tokenizer):
+            return list(self._literal_tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(
+            self._literal_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        )
+
+
+# Placeholders that no chat template trims, escapes or splits.
+_MARKS = {"system": "gksystem7q", "context": "gkcontext7q", "fact": "gkfact7q"}
+
+# Chats whose generation prompt stops before a channel: the answer is the first token of the final channel (gpt-oss).
+_CHANNEL_HEADER, _FINAL_CHANNEL = "<|start|>assistant", "<|channel|>final<|message|>"
+
+
+def _render_chat(tokenizer: PreTrainedTokenizerBase, template: PromptTemplate) -> tuple[str, ...]:
+    user = template.user.replace("{context}", _MARKS["context"]).replace("{fact}", _MARKS["fact"])
+    folded = [{"role": "user", "content": f"{template.system}\n\n{user}" if template.system else user}]
+    with_system = [{"role": "system", "content": _MARKS["system"]}, {"role": "user", "content": user}]
+    failure = ""
+    for messages in [with_system, folded] if template.system else [folded]:
+        try:
+            # Models that think first answer at once when told not to; templates ignore switches they do not know.
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False, thinking=False
+            )
+        except Exception as error:  # noqa: BLE001 - templates raise whatever they like, e.g. for a system role
+            failure = f"it raises {type(error).__name__}: {error}"
+            continue
+        expected = [mark for mark in _MARKS.values() if mark != _MARKS["system"] or messages is with_system]
+        lost = [mark for mark in expected if mark not in text]
+        if lost:
+            failure = f"it drops {', '.join(mark.removeprefix('gk').removesuffix('7q') for mark in lost)}"
+            continue
+        text = text.replace(_MARKS["system"], template.system)
+        if text.endswith(_CHANNEL_HEADER) and not template.answer_prefix:
+            text += _FINAL_CHANNEL
+        text += template.answer_prefix
+        if re.search(r"<think>\s*$", text):
+            _log.warning(
+                "the chat template opens a thinking block before the answer; labels are read inside it. "
+                'Use a PromptTemplate with answer_prefix="</think>\\n\\n" to read them after an empty block'
+            )
+        return _split_slots(text)
+    raise TemplateError(f"the chat template of {type(tokenizer).__name__} cannot carry the prompt: {failure}")
+
+
+def _render_plain(template: PromptTemplate) -> tuple[str, ...]:
+    user = template.user.replace("{context}", _MARKS["context"]).replace("{fact}", _MARKS["fact"])
+    head = f"{template.system}\n\n" if template.system else ""
+    return _split_slots(f"{head}{user}\n\nAnswer:{template.answer_prefix}")
+
+
+def _split_slots(text: str) -> tuple[str, ...]:
+    parts = re.split(f"({_MARKS['context']}|{_MARKS['fact']})", text)
+    names = {_MARKS["context"]: "context", _MARKS["fact"]: "fact"}
+    return tuple(names[part] if at % 2 else part for at, part in enumerate(parts))
+
+
+def _leading_specials(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """What the tokenizer puts before a plain text (BOS, where the model wants one), unless the text starts with it."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for at in range(len(full) - len(bare) + 1):
+        if full[at : at + len(bare)] == bare:
+            lead = full[:at]
+            return [] if lead and text.startswith(tokenizer.decode(lead)) else lead
+    return []
+
+
+def _without_control_tokens(
+    tokenizer: PreTrainedTokenizerBase, control: set[str]
+) -> Tokenizer | PreTrainedTokenizerBase:
+    """A twin that reads the spelling of a control token as ordinary text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in control]
+    state["truncation"] = state["padding"] = None
+    return Tokenizer.from_str(json.dumps(state))

@@ -1,0 +1,108 @@
+"""What `score_batch` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float32]
+
+
+class Status(str, Enum):
+    """What happened to one pair. Compares equal to its text."""
+
+    OK = "ok"  #: scored
+    LOW_LABEL_MASS = "low_label_mass"  #: scored, but the model hardly meant to give one of the labels
+    UNPARSED = "unparsed"  #: the model gave no usable answer; no score
+    TOO_LONG = "too_long"  #: the prompt exceeds the model's positions; no score
+    INVALID_INPUT = "invalid_input"  #: the pair cannot be put to the model; no score
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a call cost.
+
+    Attributes
+    ----------
+    contexts : int
+        Distinct context texts that were scored.
+    prompt_tokens : int
+        Tokens of all prompts, as if each were sent alone.
+    computed_tokens : int
+        Tokens that went through the model (padding included, where a path pads).
+    forwards : int
+        Model forwards.
+    seconds : dict of str to float
+        Wall time per stage: ``encode``, ``plan``, ``forward``, ``score``.
+    """
+
+    contexts: int
+    prompt_tokens: int
+    computed_tokens: int
+    forwards: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that sharing did not have to compute."""
+        return self.prompt_tokens - self.computed_tokens
+
+
+@dataclass(frozen=True)
+class ScoreBatch:
+    """Scores and evidence, aligned with the pairs of the call.
+
+    Attributes
+    ----------
+    scores : float32 [num_pairs]
+        Support, probability in [0, 1]; NaN where `status` is neither ``ok`` nor ``low_label_mass``.
+    status : tuple of Status, length num_pairs
+    notes : tuple of str or None, length num_pairs
+        Why a pair has no score, or what was repaired in its text.
+    label_names : tuple of str, length num_labels
+        Names of the label groups.
+    label_logits : float32 [num_pairs, num_labels]
+        Log-sum-exp of each label group's logits, nats; NaN where there is no score.
+    label_mass : float32 [num_pairs]
+        Probability, over the whole vocabulary, that the next token is one of the labels.
+    usage : Usage
+    backend : str
+        What computed the scores, e.g. ``native-avx512_bf16``, ``triton`` or ``torch``.
+    path : str
+        How hidden states were computed: ``packed``, ``branched`` or ``full``.
+    prompt_version : str
+        Version of the prompt template.
+    """
+
+    scores: FloatArray
+    status: tuple[Status, ...]
+    notes: tuple[str | None, ...]
+    label_names: tuple[str, ...]
+    label_logits: FloatArray
+    label_mass: FloatArray
+    usage: Usage
+    backend: str
+    path: str
+    prompt_version: str
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    @property
+    def yes_logit(self) -> FloatArray | None:
+        """Logits of the group named "yes", float32 [num_pairs] in nats; None without such a group."""
+        return self._logit("yes")
+
+    @property
+    def no_logit(self) -> FloatArray | None:
+        """Logits of the group named "no", float32 [num_pairs] in nats; None without such a group."""
+        return self._logit("no")
+
+    def _logit(self, name: str) -> FloatArray | None:
+        return self.label_logits[:, self.label_names.index(name)] if name in self.label_names else None

@@ -1,0 +1,118 @@
+"""The packed stream against a brute-force reading of who must see what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gatekern.planning import PrefixTree, build_prefix_tree, pack
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=12)
+
+
+def as_arrays(prompts: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(prompt) for prompt in prompts]
+
+
+@settings(max_examples=500, deadline=None)
+@given(prompts=PROMPTS, budget=st.integers(1, 40), min_saved=st.integers(0, 9))
+def test_every_prompt_sees_exactly_itself(prompts, budget, min_saved):
+    """For each prompt's last token, the visible keys in order of position are the prompt, and nothing else."""
+    tree = build_prefix_tree(as_arrays(prompts), max_segment=budget, min_saved=min_saved)
+    stored: dict[int, list[int]] = {}
+    read = []
+    for forward in pack(tree, budget):
+        num_rows = len(forward.tokens)
+        assert 0 < num_rows <= budget
+        keys = [token for segment in forward.borrowed for token in stored[segment]] + forward.tokens.tolist()
+        assert len(keys) == len(forward.key_positions)
+        sees = np.zeros((num_rows, len(keys)), dtype=int)
+        for begin, end in zip(forward.own_offsets, forward.own_offsets[1:], strict=False):
+            for row in range(begin, end):
+                first = len(keys) - num_rows
+                sees[row, first + begin : first + row + 1] += 1
+        for q_begin, q_end, k_begin, k_end in forward.shared:
+            sees[q_begin:q_end, k_begin:k_end] += 1
+        assert sees.max() == 1, "a key is counted twice"
+        for prompt, row in zip(forward.read_prompts, forward.read_rows, strict=True):
+            visible = np.nonzero(sees[row])[0]
+            visible = visible[np.argsort(forward.key_positions[visible], kind="stable")]
+            assert forward.key_positions[visible].tolist() == list(range(len(prompts[prompt])))
+            assert [keys[at] for at in visible] == prompts[prompt]
+            read.append(prompt)
+        stored = {segment: keys[begin:end] for segment, begin, end in forward.kept}
+    assert sorted(read) == list(range(len(prompts)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompts=PROMPTS, seed=st.integers(0, 1000))
+def test_layout_does_not_depend_on_the_order_of_the_prompts(prompts, seed):
+    order = np.random.default_rng(seed).permutation(len(prompts))
+    tree = build_prefix_tree(as_arrays(prompts))
+    shuffled = build_prefix_tree([np.array(prompts[at]) for at in order])
+    assert np.array_equal(tree.tokens, shuffled.tokens)
+    assert np.array_equal(tree.offsets, shuffled.offsets)
+    assert np.array_equal(tree.rows[order], shuffled.rows)
+
+
+def brute_force_tokens(prompts: list[list[int]]) -> int:
+    return len({tuple(prompt[: at + 1]) for prompt in prompts for at in range(len(prompt))})
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompts=PROMPTS)
+def test_full_sharing_computes_each_distinct_prefix_once(prompts):
+    assert len(build_prefix_tree(as_arrays(prompts), min_saved=1).tokens) == brute_force_tokens(prompts)
+
+
+def test_small_savings_are_not_shared():
+    prompts = as_arrays([[1, 2, 3], [1, 2, 4], [1, 2, 5]])
+    assert len(build_prefix_tree(prompts, min_saved=4).tokens) == 5
+    assert len(build_prefix_tree(prompts, min_saved=5).tokens) == 9
+
+
+def test_header_contexts_and_facts_are_three_levels():
+    header, contexts = [7] * 9, ([1] * 20, [2] * 20)
+    prompts = as_arrays([header + context + [fact] for context in contexts for fact in (3, 4, 5)])
+    tree = build_prefix_tree(prompts)
+    assert tree.parent.tolist() == [-1, 0, 1, 1, 1, 0, 5, 5, 5]
+    assert tree.subtree_end.tolist() == [9, 5, 3, 4, 5, 9, 7, 8, 9]
+    assert [tree.ancestors(segment) for segment in (0, 1, 8)] == [[], [0], [0, 5]]
+
+
+def test_equal_prompts_are_computed_once():
+    tree = build_prefix_tree(as_arrays([[1, 2, 3], [4], [1, 2, 3]]))
+    assert len(tree.tokens) == 4
+    assert tree.rows[0] == tree.rows[2]
+
+
+def test_a_prompt_that_is_a_prefix_of_another_reads_an_inner_row():
+    tree = build_prefix_tree(as_arrays([[1, 2, 3, 4], [1, 2]]), min_saved=1)
+    assert tree.tokens.tolist() == [1, 2, 3, 4]
+    assert tree.rows.tolist() == [3, 1]
+
+
+def test_only_the_path_to_the_next_segment_is_kept():
+    """A context longer than the budget is cut into a chain; what a later forward borrows is its own path only."""
+    context = list(range(100, 130))
+    prompts = as_arrays([[*context, fact, fact, fact] for fact in range(8)])
+    tree = build_prefix_tree(prompts, max_segment=10)
+    forwards = list(pack(tree, 10))
+    assert [len(forward.tokens) for forward in forwards] == [10, 10, 10, 9, 9, 6]
+    assert forwards[-1].borrowed == (0, 1, 2)
+    assert sum(end - begin for _, begin, end in forwards[-2].kept) == 30
+    assert forwards[-1].kept == ()
+
+
+def test_no_prompts_make_no_forwards():
+    tree = build_prefix_tree([])
+    assert isinstance(tree, PrefixTree)
+    assert list(pack(tree, 10)) == []
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_ids_of_any_integer_type_sort_alike(dtype):
+    prompts = [np.array(ids, dtype=dtype) for ids in ([300, 1], [5, 2], [300, 2])]
+    assert build_prefix_tree(prompts, min_saved=1).tokens.tolist() == [5, 2, 300, 1, 2]
