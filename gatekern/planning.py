@@ -15,12 +15,14 @@ Nothing here knows a model, a tokenizer or torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+Range = tuple[int, int]  # begin, end
 
 #: A shared segment is worth its own attention call from this many saved tokens on. One call costs a few tens of
 #: microseconds a layer, one token of the smallest useful backbone (135M parameters) about as much.
@@ -162,37 +164,86 @@ def build_prefix_tree(
 
 
 @dataclass(frozen=True)
-class PackedForward:
-    """One forward: a contiguous run of segments, with the keys and values it borrows and leaves behind.
+class SegmentLayout:
+    """Who sees whom in one packed forward. Rows index the stream, keys the key axis.
 
-    Row and key indices are local. The key axis is ``[borrowed segments | this stream]``: first the tokens of
-    `borrowed` in order, then the tokens of this forward.
+    The key axis is ``[borrowed segments | this stream]``: keys of earlier forwards first, then one key per row.
 
     Attributes
     ----------
-    tokens, positions : int64 [num_tokens]
-        What the model reads.
-    key_positions : int64 [num_keys]
-        Positions along the key axis; the last ``num_tokens`` are `positions`.
     own_offsets : int64 [num_segments + 1]
-        CSR offsets of the segments in the stream; each is causal in itself.
-    shared : int64 [num_shared, 4]
-        Rows ``(q_begin, q_end, k_begin, k_end)``: stream rows ``q_begin..q_end`` all see keys ``k_begin..k_end``.
+        CSR offsets of the segments over the rows; each segment is causal in itself.
+    shared_rows : int64 [num_shared, 2]
+        Rows ``begin..end`` that all see the same earlier keys. A row may be in several ranges.
+    shared_key_offsets : int64 [num_shared + 1]
+        CSR offsets into `shared_keys`: the key ranges that each range of rows sees.
+    shared_keys : int64 [num_key_ranges, 2]
+        Ranges ``begin..end`` of the key axis, those of one entry in order of position.
+    key_positions : int64 [num_keys]
+        Position of every key in its prompt. The last `num_rows` keys are the rows themselves.
+    derived : dict
+        For operators, to keep what they compute from the layout once and use in every layer.
+    """
+
+    own_offsets: IntArray
+    shared_rows: IntArray
+    shared_key_offsets: IntArray
+    shared_keys: IntArray
+    key_positions: IntArray
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.own_offsets[-1])
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.key_positions)
+
+    @property
+    def row_positions(self) -> IntArray:
+        """Position of every row in its prompt, int64 [num_rows]."""
+        return self.key_positions[self.num_keys - self.num_rows :]
+
+    def shared(self) -> Iterator[tuple[Range, list[Range]]]:
+        """Row ranges with the key ranges that they see."""
+        for at, (begin, end) in enumerate(self.shared_rows.tolist()):
+            key_ranges = self.shared_keys[self.shared_key_offsets[at] : self.shared_key_offsets[at + 1]]
+            yield (begin, end), [(k_begin, k_end) for k_begin, k_end in key_ranges.tolist()]
+
+    def first_visible(self, window: int | None, chunk: int | None) -> IntArray:
+        """Lowest position that each row may see under a sliding window or chunked attention, int64 [num_rows]."""
+        rows = self.row_positions
+        first = np.zeros_like(rows)
+        if window is not None:
+            first = np.maximum(first, rows - window + 1)
+        if chunk is not None:
+            first = np.maximum(first, rows // chunk * chunk)
+        return first
+
+
+@dataclass(frozen=True)
+class PackedForward:
+    """One forward: a contiguous run of segments, with the keys and values it borrows and leaves behind.
+
+    Attributes
+    ----------
+    tokens : int64 [num_rows]
+        What the model reads.
+    layout : SegmentLayout
+        Who sees whom.
     borrowed : tuple of int
-        Segments of earlier forwards whose keys and values this one reads, root first.
+        Segments of earlier forwards whose keys and values this one reads, root first: the start of the key axis.
     kept : tuple of (int, int, int)
         ``(segment, k_begin, k_end)``: what the next forward borrows, as ranges of this forward's key axis.
     read_prompts : int64 [num_read]
         Prompts whose last token is in this stream.
     read_rows : int64 [num_read]
-        Stream row of that last token.
+        Row of that last token.
     """
 
     tokens: IntArray
-    positions: IntArray
-    key_positions: IntArray
-    own_offsets: IntArray
-    shared: IntArray
+    layout: SegmentLayout
     borrowed: tuple[int, ...]
     kept: tuple[tuple[int, int, int], ...]
     read_prompts: IntArray
@@ -224,42 +275,72 @@ def pack(tree: PrefixTree, max_tokens: int) -> Iterator[PackedForward]:
         borrowed = tree.ancestors(begin)
         first, last = int(tree.offsets[begin]), int(tree.offsets[end])
 
-        key_begin: dict[int, int] = {}
-        cursor = 0
-        for segment in borrowed:
-            key_begin[segment] = cursor
-            cursor += int(tree.offsets[segment + 1] - tree.offsets[segment])
-        for segment in range(begin, end):
-            key_begin[segment] = cursor + int(tree.offsets[segment]) - first
-
-        def key_range(segment: int, key_begin: dict[int, int] = key_begin) -> tuple[int, int]:
-            length = int(tree.offsets[segment + 1] - tree.offsets[segment])
-            return key_begin[segment], key_begin[segment] + length
-
-        shared = []
-        for segment in (*borrowed, *range(begin, end)):
-            q_begin = max(int(tree.offsets[segment + 1]), first) - first
-            q_end = min(int(tree.offsets[tree.subtree_end[segment]]), last) - first
-            if q_begin < q_end:
-                shared.append((q_begin, q_end, *key_range(segment)))
-
+        lengths = np.diff(tree.offsets)
+        num_borrowed = int(lengths[borrowed].sum())
+        key_begin = dict(zip(borrowed, (np.cumsum(lengths[borrowed]) - lengths[borrowed]).tolist(), strict=True))
+        key_begin |= {s: num_borrowed + int(tree.offsets[s]) - first for s in range(begin, end)}
+        key_range = {s: (at, at + int(lengths[s])) for s, at in key_begin.items()}
+        rows_below = {
+            s: (
+                max(int(tree.offsets[s + 1]), first) - first,
+                min(int(tree.offsets[tree.subtree_end[s]]), last) - first,
+            )
+            for s in key_range
+        }
+        shared = _shared_ranges(tree.parent, key_range, rows_below)
         kept = tree.ancestors(end) if end < tree.num_segments else []
         lo, hi = np.searchsorted(sorted_rows, [first, last])
-        borrowed_positions = [
-            tree.start[s] + np.arange(tree.offsets[s + 1] - tree.offsets[s]) for s in borrowed
-        ]
+        borrowed_positions = [tree.start[s] + np.arange(lengths[s]) for s in borrowed]
         yield PackedForward(
             tokens=tree.tokens[first:last],
-            positions=positions[first:last],
-            key_positions=np.concatenate([*borrowed_positions, positions[first:last]]).astype(np.int64),
-            own_offsets=tree.offsets[begin : end + 1] - first,
-            shared=np.array(shared, dtype=np.int64).reshape(-1, 4),
+            layout=SegmentLayout(
+                own_offsets=tree.offsets[begin : end + 1] - first,
+                shared_rows=np.array([rows for rows, _ in shared], dtype=np.int64).reshape(-1, 2),
+                shared_key_offsets=np.cumsum([0, *(len(keys) for _, keys in shared)], dtype=np.int64),
+                shared_keys=np.array([key for _, keys in shared for key in keys], dtype=np.int64).reshape(-1, 2),
+                key_positions=np.concatenate([*borrowed_positions, positions[first:last]]).astype(np.int64),
+            ),
             borrowed=tuple(borrowed),
-            kept=tuple((segment, *key_range(segment)) for segment in kept),
+            kept=tuple((segment, *key_range[segment]) for segment in kept),
             read_prompts=by_row[lo:hi],
             read_rows=sorted_rows[lo:hi] - first,
         )
         begin = end
+
+
+def _shared_ranges(
+    parent: IntArray, key_range: dict[int, Range], rows_below: dict[int, Range]
+) -> list[tuple[Range, list[Range]]]:
+    """Row ranges with the key ranges that they see, one attention call each.
+
+    The rows below a segment see its keys: one call. Below a nested segment they would see those of both in two calls,
+    whose results have to be merged for every row. So a nested segment takes its parent's keys into its own call where
+    that is cheaper: when the keys lie next to each other, or are fewer than the rows below.
+    """
+    keys: dict[int, list[Range]] = {}
+    taken: dict[int, list[Range]] = {}  # rows that see a segment's keys through a nested segment's call
+    for segment, own in key_range.items():  # parents come before their children
+        keys[segment] = [own]
+        above = keys.get(int(parent[segment]))
+        begin, end = rows_below[segment]
+        if above is None or begin >= end:
+            continue
+        if above[-1][1] == own[0]:
+            keys[segment] = [*above[:-1], (above[-1][0], own[1])]
+        elif sum(stop - start for start, stop in above) <= end - begin:
+            keys[segment] = [*above, own]
+        else:
+            continue
+        taken.setdefault(int(parent[segment]), []).append((begin, end))
+
+    shared = []
+    for segment in key_range:
+        begin, end = rows_below[segment]
+        for taken_begin, taken_end in [*taken.get(segment, []), (end, end)]:
+            if begin < taken_begin:
+                shared.append(((begin, taken_begin), keys[segment]))
+            begin = max(begin, taken_end)
+    return shared
 
 
 def _sort_unique(prompts: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:

@@ -24,22 +24,23 @@ def test_every_prompt_sees_exactly_itself(prompts, budget, min_saved):
     stored: dict[int, list[int]] = {}
     read = []
     for forward in pack(tree, budget):
-        num_rows = len(forward.tokens)
+        num_rows, layout = len(forward.tokens), forward.layout
         assert 0 < num_rows <= budget
         keys = [token for segment in forward.borrowed for token in stored[segment]] + forward.tokens.tolist()
-        assert len(keys) == len(forward.key_positions)
+        assert len(keys) == len(layout.key_positions)
         sees = np.zeros((num_rows, len(keys)), dtype=int)
-        for begin, end in zip(forward.own_offsets, forward.own_offsets[1:], strict=False):
+        for begin, end in zip(layout.own_offsets, layout.own_offsets[1:], strict=False):
             for row in range(begin, end):
                 first = len(keys) - num_rows
                 sees[row, first + begin : first + row + 1] += 1
-        for q_begin, q_end, k_begin, k_end in forward.shared:
-            sees[q_begin:q_end, k_begin:k_end] += 1
+        for (begin, end), key_ranges in layout.shared():
+            for k_begin, k_end in key_ranges:
+                sees[begin:end, k_begin:k_end] += 1
         assert sees.max() == 1, "a key is counted twice"
         for prompt, row in zip(forward.read_prompts, forward.read_rows, strict=True):
             visible = np.nonzero(sees[row])[0]
-            visible = visible[np.argsort(forward.key_positions[visible], kind="stable")]
-            assert forward.key_positions[visible].tolist() == list(range(len(prompts[prompt])))
+            visible = visible[np.argsort(layout.key_positions[visible], kind="stable")]
+            assert layout.key_positions[visible].tolist() == list(range(len(prompts[prompt])))
             assert [keys[at] for at in visible] == prompts[prompt]
             read.append(prompt)
         stored = {segment: keys[begin:end] for segment, begin, end in forward.kept}
@@ -116,3 +117,14 @@ def test_no_prompts_make_no_forwards():
 def test_ids_of_any_integer_type_sort_alike(dtype):
     prompts = [np.array(ids, dtype=dtype) for ids in ([300, 1], [5, 2], [300, 2])]
     assert build_prefix_tree(prompts, min_saved=1).tokens.tolist() == [5, 2, 300, 1, 2]
+
+
+def test_a_nested_segment_takes_the_keys_above_it_into_its_own_call():
+    """Five contexts below one header: no row needs more than one call over shared keys."""
+    header = [7] * 9
+    prompts = as_arrays([[*header, *[context] * 20, 90, fact] for context in range(5) for fact in range(10, 30)])
+    (forward,) = pack(build_prefix_tree(prompts), 10_000)
+    calls = np.zeros(forward.layout.num_rows, dtype=int)
+    for (begin, end), _ in forward.layout.shared():
+        calls[begin:end] += 1
+    assert calls.max() == 1

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from gatekern.errors import BackendError, UnsupportedModelError
-from gatekern.ops.prefix_attention import SegmentLayout, prefix_attention
+from gatekern.ops.prefix_attention import prefix_attention
+from gatekern.planning import SegmentLayout
 
 NAME = "gatekern"  # the key in AttentionInterface; transformers gives names with "sdpa" or "flash" a special meaning
 
@@ -134,7 +135,7 @@ def _position_scaled(module: nn.Module, query: Tensor, layout: SegmentLayout) ->
         steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
         return torch.log1p(steps) * module.attn_scale + 1.0
 
-    true = torch.from_numpy(layout.key_positions[layout.num_keys - layout.num_rows :]).to(query.device)
+    true = torch.from_numpy(layout.row_positions).to(query.device)
     assumed = torch.arange(layout.num_rows, device=query.device)
     ratio = temperature(true) / temperature(assumed)
     return (query.float() * ratio[:, None, None]).to(query.dtype)

@@ -148,7 +148,7 @@ class Backbone:
 def _default_max_tokens(model: PreTrainedModel, device: torch.device) -> int:
     """Tokens a forward: enough to fill the device, few enough for activations to stay in cache (CPU) or memory."""
     if device.type == "cpu":
-        return 4096
+        return 2048
     parameters = model.num_parameters()
     return 65536 if parameters < 1e9 else 32768 if parameters < 4e9 else 16384
 

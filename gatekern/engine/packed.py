@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gatekern.engine.attention import ForwardState, KeyValue, packed_attention
 from gatekern.engine.work import Work
 from gatekern.errors import UnsupportedModelError
-from gatekern.ops.prefix_attention import SegmentLayout
 from gatekern.planning import IntArray, PackedForward, build_prefix_tree, pack
 
 
@@ -45,14 +44,14 @@ class PackedPath:
         self, forward: PackedForward, borrowed: dict[int, KeyValue]
     ) -> tuple[Tensor, dict[int, KeyValue]]:
         state = ForwardState(
-            layout=SegmentLayout(forward.own_offsets, forward.shared, forward.key_positions),
+            layout=forward.layout,
             borrowed=borrowed,
             keep=tuple((begin, end) for _, begin, end in forward.kept),
         )
         with packed_attention(self.decoder, state):
             stream = self.decoder(
                 input_ids=torch.from_numpy(forward.tokens)[None].to(self.device),
-                position_ids=torch.from_numpy(forward.positions)[None].to(self.device),
+                position_ids=torch.from_numpy(forward.layout.row_positions)[None].to(self.device),
                 use_cache=False,
             ).last_hidden_state[0]
         if not state.layers_run:

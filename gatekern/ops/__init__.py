@@ -5,12 +5,11 @@
 
 from gatekern.ops.dispatch import backends, resolved_name
 from gatekern.ops.label_scores import LabelScores, label_scores
-from gatekern.ops.prefix_attention import SegmentLayout, prefix_attention
+from gatekern.ops.prefix_attention import prefix_attention
 from gatekern.ops.vocab_lse import vocab_lse
 
 __all__ = [
     "LabelScores",
-    "SegmentLayout",
     "backends",
     "label_scores",
     "prefix_attention",

@@ -9,66 +9,19 @@ Hydragen (arXiv 2402.05099) at any depth of sharing: keys of a shared prefix are
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-IntArray = NDArray[np.int64]
+from gatekern.planning import IntArray, Range, SegmentLayout
 
 _ROWS_PER_MASK = 256  # masked rows are taken in blocks: a mask is never larger than this many rows by the keys they span
 _PADDING = 1.25  # short segments share a call while it computes at most this many times their own rows
 _ALONE = 256  # a segment of this many rows fills a call by itself
 _SCORES_PER_BLOCK = 1 << 23  # elements of the score matrix that the plain path holds at once
-
-
-@dataclass(frozen=True)
-class SegmentLayout:
-    """Who sees whom in one packed forward; built once, used by every layer.
-
-    Attributes
-    ----------
-    own_offsets : int64 [num_segments + 1]
-        CSR offsets of the segments over the query rows.
-    shared : int64 [num_shared, 4]
-        ``(q_begin, q_end, k_begin, k_end)``: those query rows all see those keys.
-    key_positions : int64 [num_keys]
-        Position of every key in its prompt. The last ``own_offsets[-1]`` keys are the query rows themselves.
-    """
-
-    own_offsets: IntArray
-    shared: IntArray
-    key_positions: IntArray
-    _schedules: dict[object, _Schedule] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.own_offsets[-1])
-
-    @property
-    def num_keys(self) -> int:
-        return len(self.key_positions)
-
-    def first_visible(self, window: int | None, chunk: int | None) -> IntArray:
-        """Lowest position that each query row may see, int64 [num_rows]."""
-        rows = self.key_positions[self.num_keys - self.num_rows :]
-        first = np.zeros_like(rows)
-        if window is not None:
-            first = np.maximum(first, rows - window + 1)
-        if chunk is not None:
-            first = np.maximum(first, rows // chunk * chunk)
-        return first
-
-    def schedule(
-        self, window: int | None, chunk: int | None, dtype: torch.dtype, device: torch.device
-    ) -> _Schedule:
-        """Calls to make for layers with this window or chunk, on this device; computed once."""
-        key = (window, chunk, dtype, device)
-        if key not in self._schedules:
-            self._schedules[key] = _build_schedule(self, self.first_visible(window, chunk), dtype, device)
-        return self._schedules[key]
 
 
 def prefix_attention(
@@ -122,14 +75,16 @@ def prefix_attention(
 
     >>> layout = SegmentLayout(
     ...     own_offsets=np.array([0, 3, 5, 7]),
-    ...     shared=np.array([[3, 7, 0, 3]]),
+    ...     shared_rows=np.array([[3, 7]]),
+    ...     shared_key_offsets=np.array([0, 1]),
+    ...     shared_keys=np.array([[0, 3]]),
     ...     key_positions=np.array([0, 1, 2, 3, 4, 3, 4]),
     ... )
     >>> q, k, v = torch.randn(7, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
     >>> prefix_attention(q, k, v, layout, scale=0.25).shape
     torch.Size([7, 4, 16])
     """
-    schedule = layout.schedule(window, chunk, query.dtype, query.device)
+    schedule = _schedule(layout, window, chunk, query.dtype, query.device)
     num_heads, value_dim = query.shape[1], value.shape[2]
     first_own_key = layout.num_keys - layout.num_rows
     # One row more than there are: padding is written there.
@@ -144,17 +99,16 @@ def prefix_attention(
     out, lse = out[:-1], lse[:-1]
 
     for block in schedule.blocks:
-        keys = slice(block.k_begin, block.k_end)
-        rows_ = slice(block.q_begin, block.q_end)
-        heads = [_heads_first(x[None]) for x in (query[rows_], key[keys], value[keys])]
+        rows = slice(*block.rows)
+        heads = [_heads_first(x[None]) for x in (query[rows], _take_ranges(key, block), _take_ranges(value, block))]
         part, part_lse = _attend(*heads, scale=scale, softcap=softcap, causal=block.causal, bias=block.bias)
         part, part_lse = part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
         if block.own:
-            out[rows_], lse[rows_] = part.float(), part_lse
+            out[rows], lse[rows] = part.float(), part_lse
         else:
             if block.blind is not None:  # the flash kernel reports 0 for a row that sees no key
                 part_lse = part_lse.masked_fill(block.blind[:, None], -torch.inf)
-            merge_(out[rows_], lse[rows_], part, part_lse)
+            merge_(out[rows], lse[rows], part, part_lse)
 
     if sinks is not None:
         out *= torch.sigmoid(lse - sinks.float())[..., None]
@@ -219,8 +173,9 @@ def visibility(layout: SegmentLayout, window: int | None = None, chunk: int | No
     first_own_key = layout.num_keys - layout.num_rows
     for begin, end in zip(layout.own_offsets, layout.own_offsets[1:], strict=False):
         mask[begin:end, first_own_key + begin : first_own_key + end] = np.tri(end - begin, dtype=bool)
-    for q_begin, q_end, k_begin, k_end in layout.shared:
-        mask[q_begin:q_end, k_begin:k_end] = True
+    for (begin, end), key_ranges in layout.shared():
+        for k_begin, k_end in key_ranges:
+            mask[begin:end, k_begin:k_end] = True
     return mask & (layout.key_positions >= layout.first_visible(window, chunk)[:, None])
 
 
@@ -234,12 +189,10 @@ class _OwnBatch:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows ``q_begin..q_end`` over keys ``k_begin..k_end`` in one call."""
+    """A range of rows over some ranges of keys, in one call."""
 
-    q_begin: int
-    q_end: int
-    k_begin: int
-    k_end: int
+    rows: Range
+    keys: list[Range]
     own: bool  # the rows' own segment: the first part that they see
     causal: bool = False
     bias: Tensor | None = None  # [rows, keys], 0 where visible and -inf elsewhere
@@ -252,51 +205,65 @@ class _Schedule:
     blocks: tuple[_Block, ...]  # own blocks before shared ones, so that a merge finds a finite log-sum-exp
 
 
+def _schedule(
+    layout: SegmentLayout, window: int | None, chunk: int | None, dtype: torch.dtype, device: torch.device
+) -> _Schedule:
+    """Calls to make for layers with this window or chunk, on this device; computed once per layout."""
+    key = (window, chunk, dtype, device)
+    schedule = layout.derived.get(key)
+    if schedule is None:
+        schedule = layout.derived[key] = _build_schedule(layout, layout.first_visible(window, chunk), dtype, device)
+    return schedule
+
+
 def _build_schedule(
     layout: SegmentLayout, first_visible: IntArray, dtype: torch.dtype, device: torch.device
 ) -> _Schedule:
     first_own_key = layout.num_keys - layout.num_rows
-    key_positions = layout.key_positions
 
-    short: list[tuple[int, int]] = []
-    blocks: list[_Block] = []
-
-    def masked(q_begin: int, q_end: int, k_begin: int, k_end: int, own: bool) -> Iterator[_Block]:
-        """Blocks of rows over the keys that at least one of them sees."""
-        for row in range(q_begin, q_end, _ROWS_PER_MASK):
-            rows = np.arange(row, min(row + _ROWS_PER_MASK, q_end))
-            last = int(rows[-1]) + first_own_key + 1 if own else k_end
-            keys = np.arange(k_begin, last)
-            seen = key_positions[keys] >= first_visible[rows][:, None]
+    def masked(rows: Range, keys: list[Range], own: bool) -> Iterator[_Block]:
+        """Blocks of rows over the keys from the first one that any of them sees."""
+        for begin in range(*rows, _ROWS_PER_MASK):
+            end = min(begin + _ROWS_PER_MASK, rows[1])
+            index = np.concatenate([np.arange(*one) for one in keys])
+            seen = layout.key_positions[index] >= first_visible[begin:end, None]
             if own:
-                seen &= keys <= rows[:, None] + first_own_key
+                seen &= index <= np.arange(begin, end)[:, None] + first_own_key
             used = np.nonzero(seen.any(axis=0))[0]
             if not len(used):
                 continue
-            seen = seen[:, used[0] :]
+            index, seen = index[used[0] : used[-1] + 1], seen[:, used[0] : used[-1] + 1]
             bias = torch.zeros(seen.shape, dtype=dtype, device=device)
             bias.masked_fill_(~torch.from_numpy(seen).to(device), -torch.inf)
-            blind = torch.from_numpy(~seen.any(axis=1)).to(device)
-            yield _Block(
-                row, int(rows[-1]) + 1, k_begin + int(used[0]), last, own, bias=bias, blind=None if own else blind
-            )
+            blind = None if own else torch.from_numpy(~seen.any(axis=1)).to(device)
+            yield _Block((begin, end), _as_ranges(index), own, bias=bias, blind=blind)
 
+    short: list[Range] = []
+    blocks: list[_Block] = []
     for begin, end in zip(layout.own_offsets.tolist(), layout.own_offsets[1:].tolist(), strict=False):
-        if first_visible[end - 1] > key_positions[first_own_key + begin]:
-            blocks.extend(masked(begin, end, first_own_key + begin, first_own_key + end, own=True))
+        keys = [(first_own_key + begin, first_own_key + end)]
+        if first_visible[end - 1] > layout.key_positions[keys[0][0]]:
+            blocks.extend(masked((begin, end), keys, own=True))
         elif end - begin >= _ALONE:
-            k_begin, k_end = first_own_key + begin, first_own_key + end
-            blocks.append(_Block(begin, end, k_begin, k_end, own=True, causal=True))
+            blocks.append(_Block((begin, end), keys, own=True, causal=True))
         else:
             short.append((begin, end))
 
-    for q_begin, q_end, k_begin, k_end in layout.shared.tolist():
-        if first_visible[q_begin:q_end].max() <= key_positions[k_begin]:
-            blocks.append(_Block(q_begin, q_end, k_begin, k_end, own=False))
-        elif first_visible[q_begin:q_end].min() <= key_positions[k_end - 1]:
-            blocks.extend(masked(q_begin, q_end, k_begin, k_end, own=False))
+    for rows, keys in layout.shared():
+        first, last = layout.key_positions[keys[0][0]], layout.key_positions[keys[-1][1] - 1]
+        if first_visible[slice(*rows)].max() <= first:
+            blocks.append(_Block(rows, keys, own=False))
+        elif first_visible[slice(*rows)].min() <= last:
+            blocks.extend(masked(rows, keys, own=False))
 
     return _Schedule(tuple(_own_batches(short, layout.num_rows, device)), tuple(blocks))
+
+
+def _as_ranges(index: IntArray) -> list[Range]:
+    """Ascending or piecewise ascending indices as ranges of consecutive ones."""
+    cuts = np.nonzero(np.diff(index) != 1)[0] + 1
+    pieces = np.split(index, cuts)
+    return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
 
 
 def _own_batches(
@@ -321,6 +288,12 @@ def _own_batches(
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """``x[rows]``, row by row in one copy: several times faster than indexing with a matrix."""
     return x.flatten(1).index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:])
+
+
+def _take_ranges(x: Tensor, block: _Block) -> Tensor:
+    """Keys or values of a block; a view when they are one range."""
+    pieces = [x[begin:end] for begin, end in block.keys]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _heads_first(x: Tensor) -> Tensor:

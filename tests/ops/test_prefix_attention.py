@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gatekern.ops import prefix_attention as module
-from gatekern.ops.prefix_attention import SegmentLayout, prefix_attention, prefix_attention_reference, visibility
-from gatekern.planning import build_prefix_tree, pack
+from gatekern.ops.prefix_attention import prefix_attention, prefix_attention_reference, visibility
+from gatekern.planning import SegmentLayout, build_prefix_tree, pack
+
+module = import_module("gatekern.ops.prefix_attention")  # the package exports the function of that name
 
 EPS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
@@ -19,7 +22,7 @@ def layouts(seed: int, num_prompts: int, longest: int, budget: int) -> list[Segm
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 2, rng.integers(1, longest + 1)) for _ in range(num_prompts)]
     tree = build_prefix_tree(prompts, max_segment=budget, min_saved=int(rng.integers(0, 6)))
-    return [SegmentLayout(f.own_offsets, f.shared, f.key_positions) for f in pack(tree, budget)]
+    return [f.layout for f in pack(tree, budget)]
 
 
 def operands(layout: SegmentLayout, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, seed=0):
@@ -78,7 +81,7 @@ def test_low_precision_is_as_exact_as_plain_torch(dtype, window, softcap, dim):
     context = rng.integers(0, 50, 300)
     prompts = [np.concatenate([context, rng.integers(0, 50, length)]) for length in (5, 17, 1, 60, 33)]
     for forward in pack(build_prefix_tree(prompts, max_segment=350), 350):
-        layout = SegmentLayout(forward.own_offsets, forward.shared, forward.key_positions)
+        layout = forward.layout
         q, k, v = operands(layout, 6, 2, dim, dim, dtype)
         assert_as_exact_as_torch(layout, q, k, v, scale=dim**-0.5, window=window, softcap=softcap)
 
@@ -118,7 +121,7 @@ def test_no_mask_of_all_rows_by_all_keys_is_built(monkeypatch):
     context = rng.integers(0, 50, 3000)
     prompts = [np.concatenate([context, rng.integers(0, 50, 20)]) for _ in range(4)]
     (forward,) = pack(build_prefix_tree(prompts), 10_000)
-    layout = SegmentLayout(forward.own_offsets, forward.shared, forward.key_positions)
+    layout = forward.layout
     q, k, v = operands(layout, 2, 1, 8, 8, torch.float32)
     prefix_attention(q, k, v, layout, scale=0.3, window=64)
     assert masks
@@ -128,7 +131,11 @@ def test_no_mask_of_all_rows_by_all_keys_is_built(monkeypatch):
 
 def test_visibility_is_the_tree():
     layout = SegmentLayout(
-        own_offsets=np.array([0, 2, 3]), shared=np.array([[2, 3, 0, 2]]), key_positions=np.array([0, 1, 2])
+        own_offsets=np.array([0, 2, 3]),
+        shared_rows=np.array([[2, 3]]),
+        shared_key_offsets=np.array([0, 1]),
+        shared_keys=np.array([[0, 2]]),
+        key_positions=np.array([0, 1, 2]),
     )
     assert visibility(layout).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert visibility(layout, window=2).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
