@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gatekern.engine.head import HeadSpec, prove_head, read_head, text_decoder
+from gatekern.engine.head import HeadSpec, prove_head, read_head, text_parts
 from gatekern.engine.packed import PackedPath
 from gatekern.engine.stepwise import BranchedPath, FullPath
 from gatekern.engine.support import Support, max_prompt_tokens, support_for
@@ -62,15 +62,15 @@ class Backbone:
         self.support = support_for(model)
         if self.support.path == "refused":
             raise UnsupportedModelError(f"{model.config.model_type}: {self.support.reason}")
-        decoder = text_decoder(model)
+        headed, decoder = text_parts(model)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
-        self.head: HeadSpec = read_head(model)
+        self.head: HeadSpec = read_head(headed)
         self.max_prompt_tokens = max_prompt_tokens(model)
         self.max_tokens = max_tokens or _default_max_tokens(model, self.device)
         self._lock = threading.Lock()  # the attention function is switched per forward, for the whole model
         with torch.no_grad():
-            prove_head(model, decoder, self.head, self.device)
+            prove_head(headed, decoder, self.head, self.device)
             self._path = self._prove_path(decoder)
         self._alone = FullPath(decoder, self.device, self.max_tokens, alone=True)
 

@@ -42,12 +42,12 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def text_decoder(model: PreTrainedModel) -> nn.Module:
-    """The language model without its head: token ids in, final (normed) hidden states out."""
-    decoder = model.get_decoder()
-    while decoder.get_output_embeddings() is not None:  # some wrappers answer with a model that has a head (Llama 4)
-        decoder = decoder.model
-    return decoder
+def text_parts(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.Module]:
+    """The causal language model (with its head) inside `model`, and its decoder (token ids to final hidden states)."""
+    headed, decoder = model, model.get_decoder()
+    while decoder.get_output_embeddings() is not None:  # a wrapper around a whole language model (Llama 4)
+        headed, decoder = decoder, decoder.model
+    return headed, decoder
 
 
 def read_head(model: PreTrainedModel) -> HeadSpec:

@@ -24,12 +24,14 @@ TESTED: dict[Path, tuple[str, ...]] = {
         "gpt_neox", "opt", "starcoder2", "glm4", "exaone4",
     ),
     "branched": (
-        "qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2", "granitemoehybrid", "jamba", "bloom",
+        "qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2", "granitemoehybrid", "bloom",
     ),
+    "full": ("jamba",),
     "refused": ("t5",),
 }  # fmt: skip
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_NOT_CONTINUED = {"jamba"}  # several tokens on a filled cache give other states than the whole prompt
 _SPARSE_LAYERS = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
 
 
@@ -60,6 +62,8 @@ def support_for(model: PreTrainedModel) -> Support:
     kinds = _layer_kinds(config)
     if kinds & _SPARSE_LAYERS:
         return Support("full", f"{', '.join(sorted(kinds & _SPARSE_LAYERS))} layers select keys over the whole prompt")
+    if config.model_type in _NOT_CONTINUED:
+        return Support("full", f"transformers does not continue {config.model_type} exactly from a cached prefix")
     if kinds - _PACKABLE_LAYERS:
         return Support("branched", f"{', '.join(sorted(kinds - _PACKABLE_LAYERS))} layers carry a state across tokens")
     if not getattr(model, "_supports_attention_backend", False):
