@@ -6,7 +6,8 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -28,7 +29,7 @@ app = typer.Typer(
 INCOMPLETE = 3  # exit code: the run finished, but some rows have no score
 
 
-class Layout(str, Enum):
+class Layout(StrEnum):
     paper = "paper"
     fact_last = "fact_last"
 
@@ -89,7 +90,7 @@ def score(
             while batch := list(islice(rows, chunk)):
                 for line in _score_rows(verifier, batch, mode):
                     unscored += line["score"] is None
-                    sink.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    sink.write(_json(line) + "\n")
                 sink.flush()
                 total += len(batch)
                 bar.update(len(batch))
@@ -101,7 +102,9 @@ def score(
 
 @app.command()
 def doctor(
-    models: Annotated[bool, typer.Option("--models", help="Also list the tested architectures and their path.")] = False,
+    models: Annotated[
+        bool, typer.Option("--models", help="Also list the tested architectures and their path.")
+    ] = False,
 ) -> None:
     """Say what this machine can run, and why it cannot run the rest."""
     from gatekern.doctor import report
@@ -160,6 +163,16 @@ def _score_rows(verifier: Any, rows: list[dict[str, Any]], mode: str) -> Iterato
         at += 1
 
 
+def _json(line: dict[str, Any]) -> str:
+    """Readable where that is valid UTF-8; a lone surrogate goes out as the escape that it came in as."""
+    text = json.dumps(line, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(line)
+    return text
+
+
 def _number(value: float) -> float | None:
     """JSON has no NaN."""
     return None if value != value else float(value)
@@ -167,10 +180,12 @@ def _number(value: float) -> float | None:
 
 @contextmanager
 def _opened(path: str, how: str, standard: IO[str]) -> Iterator[IO[str]]:
+    # Bytes that are not UTF-8 become lone surrogates, which the verifier repairs and notes, as it does in an escape.
     if path == "-":
+        if isinstance(standard, TextIOWrapper):
+            standard.reconfigure(encoding="utf-8", errors="surrogateescape")
         yield standard
     else:
-        # Lone surrogates are repaired by the verifier, in the file as in an escape.
         with open(path, how, encoding="utf-8", errors="surrogateescape") as file:
             yield file
 

@@ -18,7 +18,11 @@ def report(*, models: bool = False) -> str:
     """Versions, devices and backends; with `models`, the tested architectures as well."""
     lines = [f"gatekern {__version__}, Python {platform.python_version()}, {platform.platform()}", ""]
     lines += [f"  {name:<13} {_version(name)}" for name in _PACKAGES]
-    lines += ["", "devices", f"  cpu           {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"]
+    lines += [
+        "",
+        "devices",
+        f"  cpu           {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+    ]
     if torch.cuda.is_available():
         lines += [f"  cuda:{at:<8} {torch.cuda.get_device_name(at)}" for at in range(torch.cuda.device_count())]
     else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ def build_prefix_tree(
     ([1, 2, 3, 4, 5], [0, 3, 4, 5], [-1, 0, 0])
     """
     unique, inverse = _sort_unique(prompts)
-    shared = [_common_prefix(a, b) for a, b in zip(unique, unique[1:], strict=False)]
+    shared = [_common_prefix(a, b) for a, b in pairwise(unique)]
 
     parent: list[int] = []
     start: list[int] = []
@@ -364,7 +365,7 @@ def _split(shared: Sequence[int], lo: int, hi: int, depth: int) -> list[tuple[in
     """Cut sorted prompts ``lo..hi`` into runs that agree on more than `depth` tokens."""
     cuts = [at + 1 for at in range(lo, hi - 1) if shared[at] <= depth]
     edges = [lo, *cuts, hi]
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [(a, b) for a, b in pairwise(edges) if a < b]
 
 
 def _subtree_ends(parent: Sequence[int]) -> IntArray:

@@ -152,9 +152,7 @@ class PromptEncoder:
         chat = bool(getattr(tokenizer, "chat_template", None))
         self.scaffold = _render_chat(self._tokenizer, template) if chat else _render_plain(template)
         self._prefix = [] if chat else _leading_specials(self._tokenizer, self.scaffold[0])
-        self._control = {
-            text: token for text, token in self._tokenizer.get_added_vocab().items() if not text.isspace()
-        }
+        self._control = {text: token for text, token in self._tokenizer.get_added_vocab().items() if not text.isspace()}
         self._control_ids = np.array(sorted(self._control.values()), dtype=np.int64)
         pattern = "|".join(re.escape(text) for text in sorted(self._control, key=len, reverse=True))
         self._control_pattern = re.compile(f"({pattern})") if pattern else None
@@ -261,7 +259,9 @@ class PromptEncoder:
         if isinstance(self._literal_tokenizer, Tokenizer):
             return list(self._literal_tokenizer.encode(text, add_special_tokens=False).ids)
         return list(
-            self._literal_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+            self._literal_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+                "input_ids"
+            ]
         )
 
 
@@ -280,10 +280,12 @@ def _render_chat(tokenizer: PreTrainedTokenizerBase, template: PromptTemplate) -
     for messages in [with_system, folded] if template.system else [folded]:
         try:
             # Models that think first answer at once when told not to; templates ignore switches they do not know.
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False, thinking=False
+            text = str(
+                tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, enable_thinking=False, thinking=False
+                )
             )
-        except Exception as error:  # noqa: BLE001 - templates raise whatever they like, e.g. for a system role
+        except Exception as error:
             failure = f"it raises {type(error).__name__}: {error}"
             continue
         expected = [mark for mark in _MARKS.values() if mark != _MARKS["system"] or messages is with_system]
@@ -323,7 +325,7 @@ def _leading_specials(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int
     for at in range(len(full) - len(bare) + 1):
         if full[at : at + len(bare)] == bare:
             lead = full[:at]
-            return [] if lead and text.startswith(tokenizer.decode(lead)) else lead
+            return [] if lead and text.startswith(str(tokenizer.decode(lead))) else lead
     return []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float32]
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """What happened to one pair. Compares equal to its text."""
 
     OK = "ok"  #: scored
@@ -19,9 +19,6 @@ class Status(str, Enum):
     UNPARSED = "unparsed"  #: the model gave no usable answer; no score
     TOO_LONG = "too_long"  #: the prompt exceeds the model's positions; no score
     INVALID_INPUT = "invalid_input"  #: the pair cannot be put to the model; no score
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

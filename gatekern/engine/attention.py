@@ -55,7 +55,8 @@ _current: ContextVar[ForwardState | None] = ContextVar("gatekern_forward", defau
 @contextmanager
 def packed_attention(decoder: nn.Module, state: ForwardState) -> Iterator[None]:
     """Route the decoder's attention through `prefix_attention` inside the block, and restore it after."""
-    configs = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}.values()
+    found: list[Any] = [module.config for module in decoder.modules() if hasattr(module, "config")]
+    configs = list({id(config): config for config in found}.values())
     before = [config._attn_implementation for config in configs]
     token = _current.set(state)
     try:
@@ -69,7 +70,7 @@ def packed_attention(decoder: nn.Module, state: ForwardState) -> Iterator[None]:
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -105,13 +106,11 @@ def _attention(
 
     window, chunk = _reach(module, layer, sliding_window)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out = prefix_attention(
-        q, k, v, state.layout, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=s_aux
-    )
+    out = prefix_attention(q, k, v, state.layout, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=s_aux)
     return out[None], None
 
 
-def _reach(module: nn.Module, layer: int, sliding_window: int | None) -> tuple[int | None, int | None]:
+def _reach(module: Any, layer: int, sliding_window: int | None) -> tuple[int | None, int | None]:
     """Sliding window and chunk size of this layer. Models may express either in their mask only, so ask the config."""
     config = module.config
     layer_types = getattr(config, "layer_types", None)
@@ -122,7 +121,7 @@ def _reach(module: nn.Module, layer: int, sliding_window: int | None) -> tuple[i
     return sliding_window, chunk
 
 
-def _position_scaled(module: nn.Module, query: Tensor, layout: SegmentLayout) -> Tensor:
+def _position_scaled(module: Any, query: Tensor, layout: SegmentLayout) -> Tensor:
     """Undo and redo Llama 4's temperature on layers without rotary embedding.
 
     Those layers scale queries by ``1 + a * log(1 + floor((p + 1) / b))`` but take the index in the stream for the
@@ -133,7 +132,7 @@ def _position_scaled(module: nn.Module, query: Tensor, layout: SegmentLayout) ->
 
     def temperature(positions: Tensor) -> Tensor:
         steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
-        return torch.log1p(steps) * module.attn_scale + 1.0
+        return 1.0 + float(module.attn_scale) * torch.log1p(steps)
 
     true = torch.from_numpy(layout.row_positions).to(query.device)
     assumed = torch.arange(layout.num_rows, device=query.device)

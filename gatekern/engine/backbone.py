@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from gatekern.engine.head import HeadSpec, prove_head, read_head, text_parts
 from gatekern.engine.packed import PackedPath
 from gatekern.engine.stepwise import BranchedPath, FullPath
-from gatekern.engine.support import Support, max_prompt_tokens, support_for
+from gatekern.engine.support import max_prompt_tokens, support_for
 from gatekern.engine.work import Work
 from gatekern.errors import GatekernError, InputError, UnsupportedModelError
 from gatekern.planning import IntArray
@@ -63,7 +63,8 @@ class Backbone:
         if self.support.path == "refused":
             raise UnsupportedModelError(f"{model.config.model_type}: {self.support.reason}")
         headed, decoder = text_parts(model)
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        embedding: Any = model.get_input_embeddings()
+        self.device: torch.device = embedding.weight.device
         self.dtype = model.dtype
         self.head: HeadSpec = read_head(headed)
         self.max_prompt_tokens = max_prompt_tokens(model)

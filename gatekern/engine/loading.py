@@ -48,9 +48,10 @@ def load(
         model = AutoModelForCausalLM.from_pretrained(str(name_or_path), dtype=wanted, **{**model_kwargs, **common})
     except (ImportError, OSError, ValueError) as error:  # how transformers says not found, no package, wrong file
         raise InputError(f"cannot load a causal language model from {name_or_path}: {error}") from error
+    model.eval()
     if "device_map" not in model_kwargs:
-        model = model.to(target)
-    return model.eval(), tokenizer
+        model.to(target)  # type: ignore[arg-type]  # a decorator hides the method's self
+    return model, tokenizer
 
 
 def _device(device: str) -> torch.device:

@@ -40,9 +40,7 @@ class PackedPath:
         assert hidden is not None  # there is at least one prompt, hence one forward
         return hidden
 
-    def _run(
-        self, forward: PackedForward, borrowed: dict[int, KeyValue]
-    ) -> tuple[Tensor, dict[int, KeyValue]]:
+    def _run(self, forward: PackedForward, borrowed: dict[int, KeyValue]) -> tuple[Tensor, dict[int, KeyValue]]:
         state = ForwardState(
             layout=forward.layout,
             borrowed=borrowed,
@@ -55,8 +53,6 @@ class PackedPath:
                 use_cache=False,
             ).last_hidden_state[0]
         if not state.layers_run:
-            raise UnsupportedModelError(
-                f"{type(self.decoder).__name__} never called the registered attention function"
-            )
+            raise UnsupportedModelError(f"{type(self.decoder).__name__} never called the registered attention function")
         rows = torch.from_numpy(forward.read_rows).to(stream.device)
         return stream[rows], state.kept

@@ -93,9 +93,7 @@ class BranchedPath:
             if tree.subtree_end[child] > child + 1:
                 self._descend(tree, child, self._run(tree, [child], cache, ends, work), ends, work)
 
-    def _run(
-        self, tree: PrefixTree, segments: list[int], cache: Any, ends: dict[int, Tensor], work: Work
-    ) -> Any:
+    def _run(self, tree: PrefixTree, segments: list[int], cache: Any, ends: dict[int, Tensor], work: Work) -> Any:
         """Run sibling segments on copies of `cache`; returns the filled cache."""
         ids, lengths = _pad([tree.tokens[tree.offsets[s] : tree.offsets[s + 1]] for s in segments])
         start = int(tree.start[segments[0]])

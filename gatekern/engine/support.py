@@ -70,7 +70,9 @@ def support_for(model: PreTrainedModel) -> Support:
         return Support("branched", f"{config.model_type} does not call attention through AttentionInterface")
     limit = _packed_limit(config)
     if limit is not None:
-        return Support("packed", f"prompts over {limit} tokens alone: rotary angles depend on the longest prompt", limit)
+        return Support(
+            "packed", f"prompts over {limit} tokens alone: rotary angles depend on the longest prompt", limit
+        )
     return Support("packed", "attention only, angles depend on a token's own position")
 
 

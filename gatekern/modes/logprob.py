@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def label_evidence(
     """
     hidden = backbone.hidden_rows(prompts, work)
     head = backbone.head
-    terms = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "backend": backend}
+    terms: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "backend": backend}
     with work.stage("score"), torch.no_grad():
         logits, scores = ops.label_scores(hidden, head.weight, labels.ids, **terms)
         mass = torch.exp(logits.logsumexp(dim=-1) - ops.vocab_lse(hidden, head.weight, **terms))

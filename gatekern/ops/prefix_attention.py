@@ -18,7 +18,9 @@ from torch import Tensor
 
 from gatekern.planning import IntArray, Range, SegmentLayout
 
-_ROWS_PER_MASK = 256  # masked rows are taken in blocks: a mask is never larger than this many rows by the keys they span
+_ROWS_PER_MASK = (
+    256  # masked rows are taken in blocks: a mask is never larger than this many rows by the keys they span
+)
 _PADDING = 1.25  # short segments share a call while it computes at most this many times their own rows
 _ALONE = 256  # a segment of this many rows fills a call by itself
 _SCORES_PER_BLOCK = 1 << 23  # elements of the score matrix that the plain path holds at once
@@ -266,9 +268,7 @@ def _as_ranges(index: IntArray) -> list[Range]:
     return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
 
 
-def _own_batches(
-    segments: list[tuple[int, int]], num_rows: int, device: torch.device
-) -> Iterator[_OwnBatch]:
+def _own_batches(segments: list[tuple[int, int]], num_rows: int, device: torch.device) -> Iterator[_OwnBatch]:
     """Group short segments by length, so that little padding is computed."""
     queue = sorted(segments, key=lambda segment: segment[0] - segment[1])
     while queue:
@@ -316,9 +316,9 @@ def _attend(
     `causal` means that key ``i`` is row ``i``. `bias` is added to the scores.
     """
     if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
-        if query.dtype != torch.float64:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            return flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        return out, lse
     return _attend_by_products(query, key, value, scale=scale, softcap=softcap, causal=causal, bias=bias)
 
 

@@ -169,7 +169,9 @@ def test_plan_tensors_follow_the_layers_of_a_dispatched_model(tmp_path):
     model = tiny_model("llama")
     names = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     names |= {f"model.layers.{at}": "cpu" if at % 2 else "disk" for at in range(4)}
-    model = accelerate.dispatch_model(model, device_map=names, offload_dir=tmp_path, main_device="cpu", force_hooks=True)
+    model = accelerate.dispatch_model(
+        model, device_map=names, offload_dir=tmp_path, main_device="cpu", force_hooks=True
+    )
     assert (logits_of(Backbone(model), prompts) - truth).abs().max() <= LIMIT
 
 

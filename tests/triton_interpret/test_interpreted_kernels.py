@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 import torch
 
 from gatekern.ops.label_scores import LabelScores, pack_groups
-from tests.head_operands import Head
 from gatekern.ops.triton import vocab_lse as vocab_lse_module
 from gatekern.ops.triton.label_scores import label_scores
 from gatekern.ops.triton.vocab_lse import vocab_lse
+from tests.head_operands import Head
 
 # The interpreter computes in numpy, which warns of log(0) and inf - inf; the policy tests want both.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

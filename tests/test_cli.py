@@ -1,0 +1,123 @@
+"""The command line end to end, in this process and as a program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import gatekern as gk
+from gatekern.cli import INCOMPLETE, app
+
+ROWS = [
+    {"id": 7, "context": "Alice lives in Paris.", "fact": "Alice lives in Rome."},
+    {"context": "The library was founded in 1923.", "fact": "é \U0001f600", "tags": ["a", {"b": None}]},
+    {"id": "x", "context": "Alice lives in Paris.", "fact": "Alice lives in Paris."},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tiny_verifier) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_verifier.model.save_pretrained(folder)
+    tiny_verifier.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def lines(*rows: object) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def run(*arguments: str, stdin: str | None = None):
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+@pytest.mark.parametrize("chunk", ["1", "2", "1000"])
+def test_score_carries_unknown_keys_and_keeps_the_order(model, tmp_path, chunk, tiny_verifier):
+    source, target = tmp_path / "pairs.jsonl", tmp_path / "scores.jsonl"
+    source.write_text(lines(*ROWS, "", ROWS[0]), encoding="utf-8")
+    result = run("score", "--model", model, "--input", str(source), "--output", str(target), "--chunk", chunk)
+    assert result.exit_code == 0, result.output
+    out = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert [{key: row[key] for key in given} for given, row in zip([*ROWS, ROWS[0]], out, strict=True)] == [
+        *ROWS,
+        ROWS[0],
+    ]
+    expected = tiny_verifier.score_batch([(row["context"], row["fact"]) for row in ROWS])
+    assert [row["score"] for row in out[:3]] == pytest.approx(expected.scores.tolist(), abs=1e-5)
+    assert [row["logit_yes"] for row in out[:3]] == pytest.approx(expected.yes_logit.tolist(), abs=1e-4)
+    assert "4 of 4 facts scored" in result.stderr
+
+
+def test_score_from_stdin_to_stdout(model):
+    result = run("score", "--model", model, "--quiet", stdin=lines(*ROWS))
+    assert result.exit_code == 0
+    assert len([json.loads(line) for line in result.stdout.splitlines()]) == 3
+    assert result.stderr == ""
+
+
+def test_bad_lines_are_reported_and_cost_no_good_one(model):
+    bad = ["{not json", "[1, 2]", {"context": "c"}, {"id": 3, "context": "c", "fact": 5}, {"context": "c", "fact": " "}]
+    escaped = '{"context": "lone \\ud83d", "fact": "surrogate"}'
+    result = run("score", "--model", model, "--quiet", stdin=lines(ROWS[0], *bad, escaped, ROWS[1]))
+    assert result.exit_code == INCOMPLETE
+    out = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["status"] in ("ok", "low_label_mass") for row in out] == [True] + [False] * 5 + [True] * 2
+    assert [row["status"] for row in out[1:6]] == ["invalid_input"] * 5
+    assert all(row["score"] is None and row["note"] for row in out[1:6])
+    assert "line 2 is not JSON" in out[1]["note"]
+    assert "line 4 has no fact" in out[3]["note"]
+    assert out[4]["id"] == 3
+    assert "surrogates in context repaired" in out[6]["note"]
+    assert out[6]["context"] == "lone \ud83d", "carried through as it came"
+
+
+def test_bytes_that_are_not_utf8_do_not_stop_a_file(model, tmp_path):
+    source, target = tmp_path / "pairs.jsonl", tmp_path / "scores.jsonl"
+    source.write_bytes(b'{"context": "caf\xe9", "fact": "a fact"}\n' + lines(ROWS[0]).encode())
+    assert run("score", "--model", model, "--input", str(source), "--output", str(target)).exit_code == 0
+    first, second = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert "surrogates in context repaired" in first["note"]
+    assert second["note"] is None
+
+
+def test_expected_errors_are_one_line(tmp_path):
+    command = [sys.executable, "-m", "gatekern.cli", "score"]
+    for arguments, code, words in (
+        (["--model", str(tmp_path / "none.gguf"), "--input", "-"], 1, "no such file"),
+        (["--model", str(tmp_path), "--input", "-"], 1, "cannot load"),
+        (["--model", "x", "--input", str(tmp_path / "absent.jsonl")], 1, "absent.jsonl"),
+        (["--input", "-"], 2, "--model"),
+        (["--model", "x", "--input", "same", "--output", "same"], 2, "overwrite"),
+    ):
+        done = subprocess.run(command + arguments, capture_output=True, text=True, input="", check=False)
+        assert done.returncode == code, done.stderr
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+def test_templates_and_layouts_from_the_command_line(model, tmp_path):
+    template = tmp_path / "mine.toml"
+    template.write_text('user = "{context} / {fact}: yes or no?"')
+    scores = [
+        json.loads(run("score", "--model", model, "--quiet", *extra, stdin=lines(ROWS[0])).stdout)["score"]
+        for extra in ([], ["--layout", "fact_last"], ["--prompt", str(template)])
+    ]
+    assert len(set(scores)) == 3
+
+
+def test_doctor_explains_every_backend():
+    result = run("doctor", "--models")
+    assert result.exit_code == 0
+    for word in (gk.__version__, "torch", "native", "triton", "off:", "llama4_text", "branched"):
+        assert word in result.stdout
+
+
+def test_help_teaches():
+    text = run("score", "--help").stdout
+    for word in ("context", "fact", "Exit code", "fact_last"):
+        assert word in text
