@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real model with a real tokenizer and chat template, from the command line and from Python."""
+"""SmolLM2-135M-Instruct, a real model with its tokenizer and chat template, from the command line and from Python."""
 
 from __future__ import annotations
 
