@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--workloads", type=Path, default=SHARED if SHARED.exists() else None, help="folder with NAME.jsonl workloads"
     )
     parser.addoption("--model", default=None, help="model to measure (default: SmolLM2-135M-Instruct)")
+    parser.addoption("--facts", type=int, default=None, help="use the first so many facts only (a smoke test)")
     parser.addoption("--rounds", type=int, default=3, help="alternating rounds")
 
 

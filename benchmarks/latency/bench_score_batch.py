@@ -40,10 +40,10 @@ def test_score_batch(benchmark, request, workload, layout, dtype, peer):
     if peer == "padded 32" and workload != "structured":
         pytest.skip("padding full prompts of this length shows nothing that one by one does not")
     folder = request.config.getoption("--workloads")
-    pairs = load(folder, workload) if folder else synthetic(workload)
+    pairs = (load(folder, workload) if folder else synthetic(workload))[: request.config.getoption("--facts")]
     verifier = verifier_for(request.config.getoption("--model") or str(fetch()), dtype, layout)
     whole_groups = peer == "prefix cache"  # it shares too: give it every fact
-    sample: list[Pair] = pairs if whole_groups else pairs[:: len(pairs) // SAMPLE[workload]]
+    sample: list[Pair] = pairs if whole_groups else pairs[:: max(1, len(pairs) // SAMPLE[workload])]
 
     theirs = PEERS[peer](verifier, sample)
     ours = verifier.score_batch(sample).scores
