@@ -103,7 +103,7 @@ def score(
 @app.command()
 def doctor(
     models: Annotated[
-        bool, typer.Option("--models", help="Also list the tested architectures and their path.")
+        bool, typer.Option("--models", help="Also list the path of every architecture, and why.")
     ] = False,
 ) -> None:
     """Say what this machine can run, and why it cannot run the rest."""

@@ -8,14 +8,14 @@ from importlib import metadata
 import torch
 
 from gatekern import __version__
-from gatekern.engine.support import TESTED
+from gatekern.engine.support import TESTED, support_matrix
 from gatekern.ops import backends
 
 _PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy", "gguf")
 
 
 def report(*, models: bool = False) -> str:
-    """Versions, devices and backends; with `models`, the tested architectures as well."""
+    """Versions, devices and backends; with `models`, the path of every architecture."""
     lines = [f"gatekern {__version__}, Python {platform.python_version()}, {platform.platform()}", ""]
     lines += [f"  {name:<13} {_version(name)}" for name in _PACKAGES]
     lines += [
@@ -32,9 +32,11 @@ def report(*, models: bool = False) -> str:
         state = backend.detail if backend.available else f"off: {backend.reason}"
         lines.append(f"  {backend.name:<13} {state}")
     if models:
-        lines += ["", "architectures compared with separate forwards by the test suite (others are proved at load)"]
-        for path, families in TESTED.items():
-            lines += [f"  {path:<13} {family}" for family in families]
+        tested = {family for families in TESTED.values() for family in families}
+        lines += ["", "architectures of this transformers (*: compared with separate forwards by the test suite)"]
+        for name, support in support_matrix().items():
+            mark = "*" if name in tested else " "
+            lines.append(f"{mark} {name:<24} {support.path:<9} {support.reason}")
     return "\n".join(lines)
 
 

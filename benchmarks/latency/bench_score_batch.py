@@ -20,7 +20,7 @@ from benchmarks.latency.workloads import SHAPES, Pair, load, synthetic
 from tools.fetch_smollm2 import fetch
 
 #: Facts that a peer scores in one round.
-SAMPLE = {"structured": 40, "document": 16, "dialogue": 4}
+SAMPLE = {"structured": 40, "document": 8, "dialogue": 2}
 #: Largest difference of a score: float32 by order of summation, bfloat16 by rounding (any two orders differ so).
 AGREE = {"float32": 1e-4, "bfloat16": 0.1}
 

@@ -59,7 +59,7 @@ class Backbone:
         if max_tokens is not None and max_tokens < 1:
             raise InputError(f"max_tokens_per_forward must be at least 1, got {max_tokens}")
         self.model = model
-        self.support = support_for(model)
+        self.support = support_for(model.config, type(model))
         if self.support.path == "refused":
             raise UnsupportedModelError(f"{model.config.model_type}: {self.support.reason}")
         headed, decoder = text_parts(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from gatekern.engine.head import text_config
 
@@ -21,16 +21,18 @@ TESTED: dict[Path, tuple[str, ...]] = {
     "packed": (
         "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gemma4_text",
         "llama4_text", "phi", "phi3", "granite", "cohere", "cohere2", "smollm3", "gpt_oss", "olmo2", "gpt2",
-        "gpt_neox", "opt", "starcoder2", "glm4", "exaone4",
+        "gpt_neox", "opt", "starcoder2", "glm4", "exaone4", "stablelm", "nemotron", "biogpt", "olmo3", "granitemoe",
+        "deepseek_v3",
     ),
     "branched": (
-        "qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2", "granitemoehybrid", "bloom",
+        "qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2", "granitemoehybrid", "mamba2", "bloom",
     ),
     "full": ("jamba",),
-    "refused": ("t5",),
+    "refused": ("t5", "bert"),
 }  # fmt: skip
 
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+_IGNORES_IS_DECODER = {"gpt_neox", "gpt_neox_japanese", "trocr"}  # causal whatever their configuration says
 _NOT_CONTINUED = {"jamba"}  # several tokens on a filled cache give other states than the whole prompt
 _SPARSE_LAYERS = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
 
@@ -54,11 +56,14 @@ class Support:
     packed_limit: int | None = None
 
 
-def support_for(model: PreTrainedModel) -> Support:
-    """What the architecture allows, from its configuration alone."""
-    config = text_config(model.config)
-    if model.config.is_encoder_decoder:
+def support_for(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Support:
+    """What an architecture allows, before any weight is loaded."""
+    encoder_decoder = config.is_encoder_decoder
+    config = text_config(config)
+    if encoder_decoder:
         return Support("refused", "encoder-decoder models read the prompt in an encoder; gatekern scores decoders")
+    if getattr(config, "is_decoder", None) is False and config.model_type not in _IGNORES_IS_DECODER:
+        return Support("refused", "an encoder (is_decoder=False): its tokens see later ones")
     kinds = _layer_kinds(config)
     if kinds & _SPARSE_LAYERS:
         return Support("full", f"{', '.join(sorted(kinds & _SPARSE_LAYERS))} layers select keys over the whole prompt")
@@ -66,7 +71,7 @@ def support_for(model: PreTrainedModel) -> Support:
         return Support("full", f"transformers does not continue {config.model_type} exactly from a cached prefix")
     if kinds - _PACKABLE_LAYERS:
         return Support("branched", f"{', '.join(sorted(kinds - _PACKABLE_LAYERS))} layers carry a state across tokens")
-    if not getattr(model, "_supports_attention_backend", False):
+    if not model_class._can_set_attn_implementation():
         return Support("branched", f"{config.model_type} does not call attention through AttentionInterface")
     limit = _packed_limit(config)
     if limit is not None:
@@ -74,6 +79,18 @@ def support_for(model: PreTrainedModel) -> Support:
             "packed", f"prompts over {limit} tokens alone: rotary angles depend on the longest prompt", limit
         )
     return Support("packed", "attention only, angles depend on a token's own position")
+
+
+def support_matrix() -> dict[str, Support]:
+    """Every causal language model of the installed transformers, by model type, with its default configuration."""
+    matrix: dict[str, Support] = {}
+    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        try:
+            matrix[config_class.model_type] = support_for(config_class(), model_class)
+        except Exception as error:  # noqa: BLE001 - some configurations have no defaults, or need other packages
+            reason = f"depends on the checkpoint ({type(error).__name__} for the default configuration)"
+            matrix[config_class.model_type] = Support("full", reason)
+    return dict(sorted(matrix.items()))
 
 
 def max_prompt_tokens(model: PreTrainedModel) -> int | None:

@@ -9,7 +9,7 @@ import transformers
 
 from gatekern.engine import attention, packed
 from gatekern.engine.backbone import Backbone
-from gatekern.engine.support import TESTED
+from gatekern.engine.support import TESTED, support_matrix
 from gatekern.engine.work import Work
 from gatekern.errors import BackendError, InputError, UnsupportedModelError
 from tests.exactness import LIMIT, logits_of, measure, prompts_of_unequal_length, separate_logits
@@ -31,6 +31,16 @@ def test_equals_separate_forwards(family, max_tokens):
 
 def test_the_matrix_lists_what_is_tested():
     assert set(FAMILIES) == {family for path, families in TESTED.items() if path != "refused" for family in families}
+
+
+def test_every_architecture_of_transformers_has_a_path_and_a_reason():
+    matrix = support_matrix()
+    assert len(matrix) > 150
+    assert all(support.reason for support in matrix.values())
+    assert {matrix[name].path for name in ("llama", "qwen2", "llama4_text", "gemma4_text")} == {"packed"}
+    assert matrix["mamba"].path == "branched"
+    assert matrix["deepseek_v32"].path == "full"
+    assert matrix["bart"].path == matrix["bert"].path == "refused"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +191,9 @@ def test_models_that_cannot_be_scored_are_refused_by_name():
     )
     with pytest.raises(UnsupportedModelError, match="t5: encoder-decoder"):
         Backbone(transformers.T5ForConditionalGeneration(config).eval())
+    bert = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(UnsupportedModelError, match="bert: an encoder"):
+        Backbone(transformers.BertLMHeadModel(bert).eval())
     with pytest.raises(InputError, match=r"model\.eval\(\)"):
         Backbone(tiny_model("llama").train())
     broken = tiny_model("llama")
