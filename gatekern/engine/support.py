@@ -8,7 +8,7 @@ table says, `Backbone` proves the path on the loaded model before it is used.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -84,10 +84,11 @@ def support_for(config: PreTrainedConfig, model_class: type[PreTrainedModel]) ->
 def support_matrix() -> dict[str, Support]:
     """Every causal language model of the installed transformers, by model type, with its default configuration."""
     matrix: dict[str, Support] = {}
-    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+    classes: list[tuple[Any, Any]] = list(MODEL_FOR_CAUSAL_LM_MAPPING.items())
+    for config_class, model_class in classes:
         try:
             matrix[config_class.model_type] = support_for(config_class(), model_class)
-        except Exception as error:  # noqa: BLE001 - some configurations have no defaults, or need other packages
+        except Exception as error:  # some configurations have no defaults, or need other packages
             reason = f"depends on the checkpoint ({type(error).__name__} for the default configuration)"
             matrix[config_class.model_type] = Support("full", reason)
     return dict(sorted(matrix.items()))
