@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tools"))
 
+import transformers  # noqa: E402
 from fetch_smollm2 import fetch  # noqa: E402
 
 import gatekern as gk  # noqa: E402
@@ -21,6 +22,7 @@ import gatekern as gk  # noqa: E402
 def main() -> None:
     """Score, and print one line a fact."""
     rows = [json.loads(line) for line in (HERE / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    transformers.utils.logging.disable_progress_bar()
     verifier = gk.Verifier.from_pretrained(fetch())
     result = verifier.score_batch([(row["context"], row["fact"]) for row in rows])
 

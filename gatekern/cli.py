@@ -69,8 +69,7 @@ def score(
 
     if input != "-" and output != "-" and Path(input).resolve() == Path(output).resolve():
         raise typer.BadParameter("--output would overwrite --input")
-    if not quiet:
-        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # those of loading; ours counts facts
     with _opened(input, "r", sys.stdin) as source:
         verifier = Verifier.from_pretrained(
             model,

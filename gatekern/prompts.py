@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import tomllib
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,11 @@ class PromptEncoder:
         chat = bool(getattr(tokenizer, "chat_template", None))
         self.scaffold = _render_chat(self._tokenizer, template) if chat else _render_plain(template)
         self._prefix = [] if chat else _leading_specials(self._tokenizer, self.scaffold[0])
-        self._control = {text: token for text, token in self._tokenizer.get_added_vocab().items() if not text.isspace()}
+        self._control = _control_tokens(self._tokenizer)
+        added = self._tokenizer.added_tokens_decoder.values()
+        # Control tokens that swallow the white space beside them (Phi-3).
+        self._strips_before = {token.content for token in added if token.lstrip}
+        self._strips_after = {token.content for token in added if token.rstrip}
         self._control_ids = np.array(sorted(self._control.values()), dtype=np.int64)
         pattern = "|".join(re.escape(text) for text in sorted(self._control, key=len, reverse=True))
         self._control_pattern = re.compile(f"({pattern})") if pattern else None
@@ -226,11 +231,16 @@ class PromptEncoder:
             elif self._control_pattern is None or at == len(self.scaffold):
                 plain(part)
             else:
-                for piece in self._control_pattern.split(part):
-                    if piece in self._control:
+                pieces = self._control_pattern.split(part)  # text, control token, text, ..., text
+                for index, piece in enumerate(pieces):
+                    if index % 2:
                         chunks += [self._control[piece], ""]
-                    else:
-                        plain(piece)
+                        continue
+                    if index and pieces[index - 1] in self._strips_after:
+                        piece = piece.lstrip()
+                    if index + 1 < len(pieces) and pieces[index + 1] in self._strips_before:
+                        piece = piece.rstrip()
+                    plain(piece)
         ids: list[int] = []
         for chunk in chunks:
             if isinstance(chunk, int):
@@ -329,6 +339,22 @@ def _leading_specials(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int
     return []
 
 
+_MARKUP = re.compile(r"[<\[{(|].*[>\]})|]", re.DOTALL)
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Spelling and id of every token that steers the model rather than says something.
+
+    Those flagged special, and added tokens that look like markup (``<think>`` and ``<tool_call>`` are not flagged).
+    Added words and runs of white space are ordinary vocabulary.
+    """
+    control = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.special or _MARKUP.fullmatch(added.content):
+            control[added.content] = token
+    return control
+
+
 def _without_control_tokens(
     tokenizer: PreTrainedTokenizerBase, control: set[str]
 ) -> Tokenizer | PreTrainedTokenizerBase:
@@ -337,6 +363,15 @@ def _without_control_tokens(
     if backend is None:
         return tokenizer
     state = json.loads(backend.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in control]
+    vocab = state["model"].get("vocab", {})
+    in_model = set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
+    kept = []
+    for token in state["added_tokens"]:
+        if token["content"] not in control:
+            kept.append(token)
+        elif token["content"] not in in_model:
+            # Ids of added tokens follow from their order: keep the place, under a name that no text has.
+            kept.append({**token, "content": f"{uuid.uuid4().hex}-{token['id']}"})
+    state["added_tokens"] = kept
     state["truncation"] = state["padding"] = None
     return Tokenizer.from_str(json.dumps(state))

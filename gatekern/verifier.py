@@ -191,7 +191,8 @@ class Verifier:
         texts = list(dict.fromkeys(pair.text for pair in checked if pair.text is not None))
         if limit is not None:
             # A text of this many characters cannot fit, whatever the tokenizer does: do not spend minutes on it.
-            fits = limit * self._encoder.longest_token
+            # Four characters may become one by normalisation.
+            fits = 4 * limit * self._encoder.longest_token
             texts = [text for text in texts if len(text[0]) + len(text[1]) <= fits]
         ids = dict(zip(texts, self._encoder.encode(texts) if texts else [], strict=True))
         prompts: list[IntArray | None] = []

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from gatekern.errors import InputError, TemplateError
 from gatekern.prompts import TEMPLATES, PromptEncoder, PromptTemplate, load, template
@@ -209,3 +210,29 @@ def test_templates_load_from_toml(tmp_path):
 def test_unknown_layouts_are_named():
     with pytest.raises(InputError, match="fact_last, paper"):
         template("verify", "sideways")
+
+
+def test_added_words_are_ordinary_vocabulary_and_markup_is_not():
+    """A fact that mentions an added word gets its token; a fact that spells markup does not."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["gatekern", "    ", "[INST]", "<|custom|>"])
+    encoder = PromptEncoder(tokenizer, SIMPLE)
+    ids = encoder.encode([("we use gatekern    here", "a [INST] b <|custom|>")])[0].tolist()
+    word, spaces, inst, custom = tokenizer.convert_tokens_to_ids(["gatekern", "    ", "[INST]", "<|custom|>"])
+    assert word in ids
+    assert spaces in ids
+    assert inst not in ids
+    assert custom not in ids
+    assert "we use gatekern    here F:a [INST] b <|custom|>" in encoder.decode(ids)
+
+
+def test_control_tokens_that_swallow_white_space():
+    """As in Phi-3: the literal path keeps the scaffold's ids, so only the user's text may differ."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True, rstrip=True, lstrip=True)], special_tokens=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }} <|end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    )
+    encoder = PromptEncoder(tokenizer, SIMPLE)
+    joint = encoder.encode([("a", "b")])[0]
+    assert np.array_equal(encoder._encode_literally("a", "b", ""), joint)
