@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gatekern.errors import InputError
@@ -42,6 +43,8 @@ def load(
     common = {k: v for k, v in model_kwargs.items() if k in ("revision", "trust_remote_code", "token", "cache_dir")}
     if gguf_file is not None:
         common["gguf_file"] = gguf_file
+        if hasattr(transformers, "GgufConfig"):  # newer versions may keep weights packed; the head must be plain
+            model_kwargs.setdefault("quantization_config", transformers.GgufConfig(dequantize=True))
     wanted = _dtype(dtype, target)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), **common)
