@@ -136,6 +136,8 @@ def python(code: str, path: Path = ROOT, **env: str) -> subprocess.CompletedProc
 
 
 SCORE = (
+    # An editable install would find the extension of the checkout that the copy was made from.
+    "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
     "import torch, logging; logging.basicConfig()\n"
     "from gatekern.ops import label_scores, backends\n"
     "for _ in range(2): score = label_scores(torch.ones(2, 3), torch.ones(2, 3), [[0], [1]]).score\n"
