@@ -242,15 +242,15 @@ class PromptEncoder:
                         piece = piece.rstrip()
                     plain(piece)
         ids: list[int] = []
-        for chunk in chunks:
+        for index, chunk in enumerate(chunks):
             if isinstance(chunk, int):
                 ids.append(chunk)
             elif chunk:
-                ids += self._literal_ids(chunk)
+                ids += self._literal_ids(chunk, first=index == 0)
         return np.array(ids, dtype=np.int64)
 
-    def _literal_ids(self, text: str) -> list[int]:
-        ids = self._plain_ids(text)
+    def _literal_ids(self, text: str, *, first: bool) -> list[int]:
+        ids = self._plain_ids(text, first=first)
         if np.isin(ids, self._control_ids).any():
             # The model's own vocabulary still forms the token from its characters: break every spelling in two.
             assert self._control_pattern is not None
@@ -260,14 +260,19 @@ class PromptEncoder:
                 pieces.append(text[at:middle])
                 at = middle
             pieces.append(text[at:])
-            ids = [token for piece in pieces for token in self._plain_ids(piece)]
+            ids = [
+                token for at, piece in enumerate(pieces) for token in self._plain_ids(piece, first=first and at == 0)
+            ]
             if np.isin(ids, self._control_ids).any():
                 raise InputError("the tokenizer turns this text into a control token however it is split")
         return ids
 
-    def _plain_ids(self, text: str) -> list[int]:
+    def _plain_ids(self, text: str, *, first: bool) -> list[int]:
+        """Encode text in which nothing is a control token, at the start of a prompt or after a control token."""
         if isinstance(self._literal_tokenizer, Tokenizer):
-            return list(self._literal_tokenizer.encode(text, add_special_tokens=False).ids)
+            # Some tokenizers put a space before the first piece of a text only: an anchor makes this not the first.
+            lead = "" if first else _ANCHOR
+            return list(self._literal_tokenizer.encode(lead + text, add_special_tokens=False).ids[0 if first else 1 :])
         return list(
             self._literal_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
                 "input_ids"
@@ -339,6 +344,7 @@ def _leading_specials(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int
     return []
 
 
+_ANCHOR = f"{uuid.uuid4().hex}-anchor"  # a control token of the literal twin that no text spells
 _MARKUP = re.compile(r"[<\[{(|].*[>\]})|]", re.DOTALL)
 
 
@@ -372,6 +378,7 @@ def _without_control_tokens(
         elif token["content"] not in in_model:
             # Ids of added tokens follow from their order: keep the place, under a name that no text has.
             kept.append({**token, "content": f"{uuid.uuid4().hex}-{token['id']}"})
-    state["added_tokens"] = kept
+    anchor = {"content": _ANCHOR, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    state["added_tokens"] = [*kept, {**anchor, "id": backend.get_vocab_size() + 1, "special": True}]
     state["truncation"] = state["padding"] = None
     return Tokenizer.from_str(json.dumps(state))

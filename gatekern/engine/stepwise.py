@@ -19,6 +19,7 @@ from gatekern.engine.work import Work
 from gatekern.planning import IntArray, PrefixTree, build_prefix_tree
 
 _MAX_BRANCHES = 64  # cache copies held at once
+_PADDING = 1.25  # prompts of a batch are at most this much longer than its shortest
 
 
 class FullPath:
@@ -39,8 +40,10 @@ class FullPath:
         hidden: list[Tensor | None] = [None] * len(prompts)
         while order:
             count = 1
+            shortest = len(prompts[order[0]])
             while not self.alone and count < len(order):
-                if (count + 1) * len(prompts[order[count]]) > self.max_tokens:
+                length = len(prompts[order[count]])
+                if (count + 1) * length > self.max_tokens or length > _PADDING * shortest:
                     break
                 count += 1
             batch, order = order[:count], order[count:]
