@@ -52,6 +52,33 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class ScoreDistribution:
+    """Distribution of a score over the values that a model may reply with.
+
+    Attributes
+    ----------
+    values : float32 [num_values]
+        Scores in [0, 1], ascending.
+    probabilities : float32 [num_pairs, num_values]
+        Sum to 1 in each row that has a score; NaN in the others.
+    """
+
+    values: FloatArray
+    probabilities: FloatArray
+
+    @property
+    def mean(self) -> FloatArray:
+        """Expected score, float32 [num_pairs]."""
+        return self.probabilities @ self.values
+
+    @property
+    def variance(self) -> FloatArray:
+        """Variance of the score, float32 [num_pairs]."""
+        deviation: FloatArray = self.values - self.mean[:, None]
+        return np.asarray((self.probabilities * deviation**2).sum(axis=1), dtype=np.float32)
+
+
+@dataclass(frozen=True)
 class ScoreBatch:
     """Scores and evidence, aligned with the pairs of the call.
 
@@ -75,6 +102,10 @@ class ScoreBatch:
         How hidden states were computed: ``packed``, ``branched`` or ``full``.
     prompt_version : str
         Version of the prompt template.
+    samples : float32 [num_pairs, num_samples] or None
+        Parsed replies of a sampling mode, NaN where a reply was no number; None in log-probability mode.
+    distribution : ScoreDistribution or None
+        None in log-probability mode.
     """
 
     scores: FloatArray
@@ -87,6 +118,8 @@ class ScoreBatch:
     backend: str
     path: str
     prompt_version: str
+    samples: FloatArray | None = None
+    distribution: ScoreDistribution | None = None
 
     def __len__(self) -> int:
         return len(self.scores)

@@ -43,6 +43,8 @@ def test_scores_equal_one_forward_per_fact(tiny_verifier):
     assert set(result.status) == {"ok"}
     assert result.path == "packed"
     assert result.prompt_version == "verify-paper/1"
+    assert result.samples is None
+    assert result.distribution is None
     assert np.ptp(result.scores) > 1e-3, "scores too alike for the comparison to mean anything"
 
 
