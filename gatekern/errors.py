@@ -10,8 +10,8 @@ class GatekernError(Exception):
     """Base class: catch this to catch everything that gatekern raises on purpose."""
 
 
-class InputError(GatekernError, ValueError):
-    """An argument or one item of a batch cannot be used.
+class ItemError(GatekernError):
+    """An error that may be about one item of a batch.
 
     Attributes
     ----------
@@ -22,6 +22,10 @@ class InputError(GatekernError, ValueError):
     def __init__(self, message: str, *, index: int | None = None) -> None:
         super().__init__(message)
         self.index = index
+
+
+class InputError(ItemError, ValueError):
+    """An argument or one item of a batch cannot be used."""
 
 
 class TemplateError(InputError):
@@ -40,5 +44,5 @@ class BackendError(GatekernError, RuntimeError):
     """An explicitly requested backend cannot run here; the message carries the true cause."""
 
 
-class NumericError(GatekernError, ArithmeticError):
+class NumericError(ItemError, ArithmeticError):
     """The model produced logits that are not finite."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -68,9 +69,7 @@ def resolve_labels(encoder: PromptEncoder, spec: LabelSpec, vocab_rows: int) -> 
     LabelError
         Fewer than two groups, a word without a single-token spelling, an id in two groups or out of range.
     """
-    words = dict(spec) if isinstance(spec, Mapping) else {name: [name] for name in spec}
-    if len(words) < 2 or (not isinstance(spec, Mapping) and len(words) != len(spec)):
-        raise LabelError(f"labels must be at least two different groups, got {spec!r}")
+    words = _groups(spec)
     spelled = _spellings(encoder, {word for group in words.values() for word in group if isinstance(word, str)})
     owner: dict[int, str] = {}
     ids: list[tuple[int, ...]] = []
@@ -90,6 +89,30 @@ def resolve_labels(encoder: PromptEncoder, spec: LabelSpec, vocab_rows: int) -> 
     return LabelSet(tuple(words), tuple(ids), spellings)
 
 
+def _groups(spec: LabelSpec) -> dict[str, list[str | int]]:
+    """Names with their words and ids; a single word or id may stand for a list of one."""
+    if isinstance(spec, str) or not isinstance(spec, (Mapping, Sequence)):
+        raise LabelError(f"labels must be a sequence of words or a mapping of names to words, got {spec!r}")
+    named = dict(spec) if isinstance(spec, Mapping) else {name: name for name in spec}
+    if len(named) < 2 or len(named) != len(spec):
+        raise LabelError(f"labels must be at least two different groups, got {spec!r}")
+    groups: dict[str, list[str | int]] = {}
+    for name, value in named.items():
+        if not isinstance(name, str):
+            raise LabelError(f"label names are text, got {name!r}; ids go into a mapping: {{'yes': [{name!r}], ...}}")
+        members = [value] if isinstance(value, (str, int)) else list(value)
+        groups[name] = [_member(name, member) for member in members]
+    return groups
+
+
+def _member(name: str, member: object) -> str | int:
+    if isinstance(member, str) and member.strip():
+        return member
+    if isinstance(member, SupportsIndex) and not isinstance(member, bool):
+        return member.__index__()
+    raise LabelError(f"label {name!r}: {member!r} is neither a word nor a token id")
+
+
 def _key(word: str) -> str:
     return word.strip().casefold()
 
@@ -97,7 +120,7 @@ def _key(word: str) -> str:
 def _spellings(encoder: PromptEncoder, words: set[str]) -> dict[str, set[int]]:
     """Token ids of each word at the answer position."""
     wanted = {_key(word): set[int]() for word in words}
-    prompt = encoder.encode([("a", "a")])[0]
+    prompt = encoder.encode_one("a", "a")
     tail = prompt[-8:].tolist()
     before = encoder.decode(tail)
     for token in encoder.vocabulary() if wanted else []:
@@ -106,11 +129,11 @@ def _spellings(encoder: PromptEncoder, words: set[str]) -> dict[str, set[int]]:
             continue
         # Decoded after the prompt, because some tokenizers drop a leading space at the start of a text.
         text = encoder.decode([*tail, token]).removeprefix(before)
-        if np.array_equal(encoder.encode([("a", "a")], answer=text)[0], [*prompt, token]):
+        if np.array_equal(encoder.encode_one("a", "a", answer=text), [*prompt, token]):
             wanted[key].add(token)
     for key, found in wanted.items():
         if not found:
-            pieces = encoder.encode([("a", "a")], answer=key)[0][len(prompt) :].tolist()
+            pieces = encoder.encode_one("a", "a", answer=key)[len(prompt) :].tolist()
             raise LabelError(
                 f"label {key!r} has no single-token spelling at the answer position "
                 f"(it reads as {[encoder.decode([piece]) for piece in pieces]}); use a shorter word or token ids"

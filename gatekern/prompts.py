@@ -32,6 +32,10 @@ Layout = Literal["paper", "fact_last"]
 Slot = Literal["context", "fact"]
 
 
+#: Why `PromptEncoder.encode` gives None.
+NOT_LITERAL = "the tokenizer turns this text into a control token however it is split"
+
+
 @dataclass(frozen=True)
 class PromptTemplate:
     """A question about a fact and its context.
@@ -166,7 +170,14 @@ class PromptEncoder:
         self._scaffold_control = self._control_of(self._tokenize([self._fill("a", "a")])[0])
         self.longest_token = max((len(text) for text in self._tokenizer.get_vocab()), default=1)
 
-    def encode(self, pairs: Sequence[tuple[str, str]], answer: str = "") -> list[IntArray]:
+    def encode_one(self, context: str, fact: str, answer: str = "") -> IntArray:
+        """Token ids of one prompt, int64 [length]; see `encode`. Raises `InputError` where that gives None."""
+        ids = self.encode([(context, fact)], answer)[0]
+        if ids is None:
+            raise InputError(NOT_LITERAL)
+        return ids
+
+    def encode(self, pairs: Sequence[tuple[str, str]], answer: str = "") -> list[IntArray | None]:
         """Token ids of the fully rendered prompts.
 
         Parameters
@@ -178,16 +189,19 @@ class PromptEncoder:
 
         Returns
         -------
-        list of int64 [length]
+        list of int64 [length] or None
             The joint encoding of the whole text, never a concatenation of separate encodings, except that control
-            tokens come from the scaffold alone.
+            tokens come from the scaffold alone. None for a text that this tokenizer cannot keep literal.
         """
-        prompts = self._tokenize([self._fill(context, fact) + answer for context, fact in pairs])
-        for at, ids in enumerate(prompts):
-            if not np.array_equal(self._control_of(ids), self._scaffold_control):
-                prompts[at] = self._encode_literally(*pairs[at], answer)
-        if self._prefix:
-            prompts = [np.concatenate([self._prefix, ids]) for ids in prompts]
+        prompts: list[IntArray | None] = []
+        texts = [self._fill(context, fact) + answer for context, fact in pairs]
+        for pair, joint in zip(pairs, self._tokenize(texts) if texts else [], strict=True):
+            ids: IntArray | None = joint
+            if not np.array_equal(self._control_of(joint), self._scaffold_control):
+                ids = self._encode_literally(*pair, answer)
+            if ids is not None and self._prefix:
+                ids = np.concatenate([self._prefix, ids])
+            prompts.append(ids)
         return prompts
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -217,7 +231,7 @@ class PromptEncoder:
     def _control_of(self, ids: IntArray) -> IntArray:
         return ids[np.isin(ids, self._control_ids)]
 
-    def _encode_literally(self, context: str, fact: str, answer: str) -> IntArray:
+    def _encode_literally(self, context: str, fact: str, answer: str) -> IntArray | None:
         """Encode text that spells control tokens: split the scaffold at its own control tokens, and nothing else."""
         texts = {"context": context, "fact": fact}
         chunks: list[str | int] = [""]  # plain text and control ids, alternating
@@ -247,7 +261,8 @@ class PromptEncoder:
                 ids.append(chunk)
             elif chunk:
                 ids += self._literal_ids(chunk, first=index == 0)
-        return np.array(ids, dtype=np.int64)
+        result = np.array(ids, dtype=np.int64)
+        return result if np.array_equal(self._control_of(result), self._scaffold_control) else None
 
     def _literal_ids(self, text: str, *, first: bool) -> list[int]:
         ids = self._plain_ids(text, first=first)
@@ -263,8 +278,6 @@ class PromptEncoder:
             ids = [
                 token for at, piece in enumerate(pieces) for token in self._plain_ids(piece, first=first and at == 0)
             ]
-            if np.isin(ids, self._control_ids).any():
-                raise InputError("the tokenizer turns this text into a control token however it is split")
         return ids
 
     def _plain_ids(self, text: str, *, first: bool) -> list[int]:
@@ -355,8 +368,9 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     Added words and runs of white space are ordinary vocabulary.
     """
     control = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    control.pop(tokenizer.unk_token, None)  # stands for characters that the tokenizer lacks
     for token, added in tokenizer.added_tokens_decoder.items():
-        if added.special or _MARKUP.fullmatch(added.content):
+        if added.content != tokenizer.unk_token and (added.special or _MARKUP.fullmatch(added.content)):
             control[added.content] = token
     return control
 

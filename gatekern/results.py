@@ -97,7 +97,7 @@ class ScoreBatch:
         Probability, over the whole vocabulary, that the next token is one of the labels.
     usage : Usage
     backend : str
-        What computed the scores, e.g. ``native-avx512_bf16``, ``triton`` or ``torch``.
+        What read the labels from hidden states, e.g. ``native-avx512_bf16``, ``triton`` or ``torch``.
     path : str
         How hidden states were computed: ``packed``, ``branched`` or ``full``.
     prompt_version : str

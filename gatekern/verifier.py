@@ -20,7 +20,7 @@ from gatekern.inputs import CheckedPair, Pair, check_pairs
 from gatekern.labels import YES_NO, LabelSet, LabelSpec, resolve_labels
 from gatekern.modes.logprob import label_evidence
 from gatekern.planning import IntArray
-from gatekern.prompts import Layout, PromptEncoder, PromptTemplate, template
+from gatekern.prompts import NOT_LITERAL, Layout, PromptEncoder, PromptTemplate, template
 from gatekern.results import ScoreBatch, Status, Usage
 
 MODES = ("logprob",)
@@ -44,7 +44,8 @@ class Verifier:
         Answer labels; the score is the probability of the first among all. Default ``("yes", "no")``. Give names, or
         names with the words or token ids that count for them.
     backend : "auto", "triton", "native" or "torch"
-        Implementation of the operators. An explicit one raises where it cannot run; "auto" picks.
+        Implementation of the operators. An explicit one raises where it cannot run; "auto" picks. "native" is C++ for
+        the label scores; the label mass, which has no C++ form, runs on PyTorch with it.
     max_tokens_per_forward : int, optional
         Memory bound of one forward, tokens. Default by device and model size.
     min_label_mass : float
@@ -76,6 +77,8 @@ class Verifier:
         max_tokens_per_forward: int | None = None,
         min_label_mass: float = 0.05,
     ) -> None:
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise InputError(f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}")
         if not 0.0 <= min_label_mass <= 1.0:
             raise InputError(f"min_label_mass is a probability, got {min_label_mass}")
         self.model = model
@@ -138,7 +141,7 @@ class Verifier:
         checked = check_pairs([(context, fact)])[0]
         if checked.text is None:
             raise InputError(checked.note or "")
-        return [int(token) for token in self._encoder.encode([checked.text])[0]]
+        return [int(token) for token in self._encoder.encode_one(*checked.text)]
 
     def score_batch(
         self,
@@ -193,18 +196,33 @@ class Verifier:
             # A text of this many characters cannot fit, whatever the tokenizer does: do not spend minutes on it.
             # Four characters may become one by normalisation.
             fits = 4 * limit * self._encoder.longest_token
-            texts = [text for text in texts if len(text[0]) + len(text[1]) <= fits]
-        ids = dict(zip(texts, self._encoder.encode(texts) if texts else [], strict=True))
+            texts = [text for text in texts if _num_visible(text[0]) + _num_visible(text[1]) <= fits]
+        ids = dict(zip(texts, self._encoder.encode(texts), strict=True))
         prompts: list[IntArray | None] = []
         for at, pair in enumerate(checked):
-            prompt = ids.get(pair.text) if pair.text is not None else None
-            if pair.text is not None and limit is not None and (prompt is None or len(prompt) > limit):
-                size = f"{len(prompt):,} tokens" if prompt is not None else f"over {limit:,} tokens"
-                note = f"the prompt has {size}, the model reads at most {limit:,}: shorten the context or split it"
-                status[at], checked[at] = Status.TOO_LONG, replace(pair, note=note)
-                prompt = None
+            prompt, problem = None, None
+            if pair.text is not None and pair.text not in ids:
+                problem = Status.TOO_LONG, self._too_long(f"over {limit:,}")
+            elif pair.text is not None:
+                prompt = ids[pair.text]
+                if prompt is None:
+                    problem = Status.INVALID_INPUT, NOT_LITERAL
+                elif limit is not None and len(prompt) > limit:
+                    problem = Status.TOO_LONG, self._too_long(f"{len(prompt):,}")
+                elif prompt.max() >= self.backbone.embedding_rows:
+                    rows = self.backbone.embedding_rows
+                    problem = (
+                        Status.INVALID_INPUT,
+                        f"token id {prompt.max()} is not among the model's {rows} embeddings",
+                    )
+            if problem is not None:
+                status[at], checked[at], prompt = problem[0], replace(pair, note=problem[1]), None
             prompts.append(prompt)
         return prompts
+
+    def _too_long(self, size: str) -> str:
+        limit = self.backbone.max_prompt_tokens
+        return f"the prompt has {size} tokens, the model reads at most {limit:,}: shorten the context or split it"
 
     def _score(
         self,
@@ -223,11 +241,12 @@ class Verifier:
             evidence = label_evidence(self.backbone, ready, self.labels, work, backend=self._backend)
             logits[scored], scores[scored], mass[scored] = evidence.logits, evidence.scores, evidence.mass
         for at in scored:
-            if not np.isfinite(scores[at]):
+            if not np.isfinite(scores[at]) or not np.isfinite(mass[at]):
                 notes[at] = "the model's logits are not finite: check its weights and dtype"
                 if on_error == "raise":
-                    raise NumericError(f"item {at}: {notes[at]}")
+                    raise NumericError(f"item {at}: {notes[at]}", index=at)
                 status[at] = Status.UNPARSED
+                logits[at] = scores[at] = mass[at] = np.nan
             elif mass[at] < self.min_label_mass:
                 status[at] = Status.LOW_LABEL_MASS
         return ScoreBatch(
@@ -263,6 +282,11 @@ def score_batch(model: Verifier | str | Path, pairs: Iterable[Pair], **options: 
     """
     verifier = model if isinstance(model, Verifier) else Verifier.from_pretrained(model)
     return verifier.score_batch(pairs, **options)
+
+
+def _num_visible(text: str) -> int:
+    """Characters that are not white space, which some tokenizers drop."""
+    return sum(map(len, text.split()))
 
 
 def _check_mode(mode: str) -> None:

@@ -30,10 +30,10 @@ def test_every_single_token_spelling_counts():
 def test_spellings_extend_the_prompt_by_exactly_one_token():
     enc = encoder()
     labels = resolve_labels(enc, YES_NO, 1000)
-    prompt = enc.encode([("some context", "a fact")])[0].tolist()
+    prompt = enc.encode_one("some context", "a fact").tolist()
     for group, spellings in zip(labels.ids, labels.spellings, strict=True):
         for token, spelling in zip(group, spellings, strict=True):
-            assert enc.encode([("some context", "a fact")], answer=spelling)[0].tolist() == [*prompt, token]
+            assert enc.encode_one("some context", "a fact", answer=spelling).tolist() == [*prompt, token]
 
 
 def test_levels_and_choices_are_groups_like_any_other():

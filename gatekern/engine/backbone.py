@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gatekern.engine.attention import model_lock
 from gatekern.engine.head import HeadSpec, prove_head, read_head, text_parts
 from gatekern.engine.packed import PackedPath
 from gatekern.engine.stepwise import BranchedPath, FullPath
@@ -54,11 +54,11 @@ class Backbone:
     """
 
     def __init__(self, model: PreTrainedModel, *, max_tokens: int | None = None) -> None:
-        if model.training:
-            raise InputError("the model is in training mode (dropout would change scores): call model.eval() first")
-        if max_tokens is not None and max_tokens < 1:
-            raise InputError(f"max_tokens_per_forward must be at least 1, got {max_tokens}")
+        model = _unwrapped(model)
+        if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
+            raise InputError(f"max_tokens_per_forward must be a whole number from 1 on, got {max_tokens!r}")
         self.model = model
+        self._check_mode()
         self.support = support_for(model.config, type(model))
         if self.support.path == "refused":
             raise UnsupportedModelError(f"{model.config.model_type}: {self.support.reason}")
@@ -69,8 +69,10 @@ class Backbone:
         self.head: HeadSpec = read_head(headed)
         self.max_prompt_tokens = max_prompt_tokens(model)
         self.max_tokens = max_tokens or _default_max_tokens(model, self.device)
-        self._lock = threading.Lock()  # the attention function is switched per forward, for the whole model
-        with torch.no_grad():
+        self.embedding_rows = int(embedding.weight.shape[0])
+        self._headed = headed
+        self._lock = model_lock(decoder)
+        with self._lock, torch.no_grad(), _plain_precision(self.device):
             prove_head(headed, decoder, self.head, self.device)
             self._path = self._prove_path(decoder)
         self._alone = FullPath(decoder, self.device, self.max_tokens, alone=True)
@@ -95,9 +97,21 @@ class Backbone:
         Tensor [num_prompts, hidden_size]
             On the head's device, in the model's dtype, in the order of `prompts`.
         """
+        self._check_mode()
+        if getattr(self._headed.get_output_embeddings(), "weight", None) is not self.head.weight:
+            raise InputError("the model's output head was replaced after it was wrapped: wrap it again")
         limit = self.support.packed_limit
+        places: dict[bytes, int] = {}  # equal prompts are computed once
+        distinct: list[IntArray] = []
+        index: list[int] = []
+        for prompt in prompts:
+            place = places.setdefault(prompt.tobytes(), len(distinct))
+            if place == len(distinct):
+                distinct.append(prompt)
+            index.append(place)
+        prompts = distinct
         lengths = np.array([len(prompt) for prompt in prompts])
-        with self._lock:
+        with self._lock, _plain_precision(self.device):
             if limit is None or lengths.max() <= limit:
                 rows = self._path.hidden_rows(prompts, work)
             else:
@@ -110,7 +124,11 @@ class Backbone:
                     if part
                 ]
                 rows = torch.cat(parts)[torch.from_numpy(np.argsort(order)).to(parts[0].device)]
-        return rows.to(self.head.weight.device)
+        return rows[torch.tensor(index, device=rows.device)].to(self.head.weight.device)
+
+    def _check_mode(self) -> None:
+        if self.model.training:
+            raise InputError("the model is in training mode (dropout would change scores): call model.eval() first")
 
     def _prove_path(self, decoder: nn.Module) -> HiddenPath:
         """Run the intended path on a few short prompts and compare it with whole ones; fall back if it differs."""
@@ -121,9 +139,8 @@ class Backbone:
         elif self.support.path == "packed":
             candidates = [PackedPath(decoder, self.device, self.max_tokens), full]
         prompts = _probe_prompts(self.head.vocab_rows)
-        limit = self.support.packed_limit
-        if limit is not None:
-            prompts = [prompt[-limit:] for prompt in prompts]
+        limit = min(self.support.packed_limit or 64, self.max_prompt_tokens or 64)
+        prompts = [prompt[-limit:] for prompt in prompts]
         truth = torch.cat([full.hidden_rows([prompt], Work()) for prompt in prompts]).float()
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1  # low precision: rounding accumulates over layers
         for path in candidates:
@@ -144,6 +161,21 @@ class Backbone:
             f"{type(self.model).__name__} gives different hidden states for the same prompt alone and padded on the "
             f"right in a batch ({cause}): it is not causal, or its weights are not finite"
         )
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model inside a `torch.compile` or PEFT wrapper (adapters stay in place)."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    return model
+
+
+def _plain_precision(device: torch.device) -> torch.autocast:
+    """No autocast: scores are computed in the dtype of the weights, wherever the caller is."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def _default_max_tokens(model: PreTrainedModel, device: torch.device) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gatekern.engine.attention import ForwardState, KeyValue, packed_attention
 from gatekern.engine.work import Work
-from gatekern.errors import UnsupportedModelError
+from gatekern.errors import BackendError, UnsupportedModelError
 from gatekern.planning import IntArray, PackedForward, build_prefix_tree, pack
 
 
@@ -22,15 +22,20 @@ class PackedPath:
         self.decoder = decoder
         self.device = device
         self.max_tokens = max_tokens
+        self.layers: set[int] = set()  # attention layers of the model, learned from the first forward
 
     def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
         """Final hidden state at the last token of each prompt, [num_prompts, hidden_size]."""
         with work.stage("plan"):
             tree = build_prefix_tree(prompts, max_segment=self.max_tokens)
-            forwards = list(pack(tree, self.max_tokens))
+            forwards = pack(tree, self.max_tokens)
         borrowed: dict[int, KeyValue] = {}
         hidden = None
-        for forward in forwards:
+        while True:
+            with work.stage("plan"):  # one at a time: a layout keeps masks that the next forward need not carry
+                forward = next(forwards, None)
+            if forward is None:
+                break
             with work.stage("forward"):
                 rows, borrowed = self._run(forward, borrowed)
                 if hidden is None:
@@ -54,5 +59,8 @@ class PackedPath:
             ).last_hidden_state[0]
         if not state.layers_run:
             raise UnsupportedModelError(f"{type(self.decoder).__name__} never called the registered attention function")
+        if state.layers_run != (self.layers or state.layers_run):
+            raise BackendError("some layers ran with another attention: something changed the model during the call")
+        self.layers = state.layers_run
         rows = torch.from_numpy(forward.read_rows).to(stream.device)
         return stream[rows], state.kept

@@ -71,30 +71,34 @@ class BranchedPath:
         self.decoder = decoder
         self.device = device
         self.max_tokens = max_tokens
-        # transformers 5.24 renamed the argument and the output field
+        # The argument and the output field, by version of transformers and by family.
         names = inspect.signature(decoder.forward).parameters
-        self.cache_argument = "cache" if "cache" in names else "past_key_values"
+        self.cache_argument = next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
     def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
         """Final hidden state at the last token of each prompt, [num_prompts, hidden_size]."""
-        with work.stage("plan"):
-            tree = build_prefix_tree(prompts, min_saved=32)  # a branch costs a copy of the cache
+        with work.stage("plan"):  # a branch costs a copy of the cache
+            tree = build_prefix_tree(prompts, max_segment=self.max_tokens, min_saved=32)
         ends: dict[int, Tensor] = {}  # last hidden state of each segment
         with work.stage("forward"):
-            self._descend(tree, -1, None, ends, work)
+            self._walk(tree, ends, work)
         last_segment = np.searchsorted(tree.offsets, tree.rows, side="right") - 1
         return torch.stack([ends[int(segment)] for segment in last_segment])
 
-    def _descend(self, tree: PrefixTree, segment: int, cache: Any, ends: dict[int, Tensor], work: Work) -> None:
-        children = np.nonzero(tree.parent == segment)[0].tolist()
-        leaves = [child for child in children if tree.subtree_end[child] == child + 1]
-        length = max((int(tree.offsets[leaf + 1] - tree.offsets[leaf]) for leaf in leaves), default=1)
-        step = max(1, min(_MAX_BRANCHES, self.max_tokens // length))
-        for at in range(0, len(leaves), step):
-            self._run(tree, leaves[at : at + step], cache, ends, work)
-        for child in children:
-            if tree.subtree_end[child] > child + 1:
-                self._descend(tree, child, self._run(tree, [child], cache, ends, work), ends, work)
+    def _walk(self, tree: PrefixTree, ends: dict[int, Tensor], work: Work) -> None:
+        """Depth first: the leaves below a segment in batches, then each inner child on its own."""
+        todo: list[tuple[int, Any]] = [(-1, None)]  # a segment, and the cache of the path above it
+        while todo:
+            segment, cache = todo.pop()
+            if segment >= 0:
+                cache = self._run(tree, [segment], cache, ends, work)
+            children = np.nonzero(tree.parent == segment)[0].tolist()
+            leaves = [child for child in children if tree.subtree_end[child] == child + 1]
+            length = max((int(tree.offsets[leaf + 1] - tree.offsets[leaf]) for leaf in leaves), default=1)
+            step = max(1, min(_MAX_BRANCHES, self.max_tokens // length))
+            for at in range(0, len(leaves), step):
+                self._run(tree, leaves[at : at + step], cache, ends, work)
+            todo.extend((child, cache) for child in reversed(children) if tree.subtree_end[child] > child + 1)
 
     def _run(self, tree: PrefixTree, segments: list[int], cache: Any, ends: dict[int, Tensor], work: Work) -> Any:
         """Run sibling segments on copies of `cache`; returns the filled cache."""

@@ -33,7 +33,7 @@ TESTED: dict[Path, tuple[str, ...]] = {
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 _IGNORES_IS_DECODER = {"gpt_neox", "gpt_neox_japanese", "trocr"}  # causal whatever their configuration says
-_NOT_CONTINUED = {"jamba"}  # several tokens on a filled cache give other states than the whole prompt
+_NOT_CONTINUED = {"jamba", "mamba"}  # several tokens on a filled cache give other states than the whole prompt
 _SPARSE_LAYERS = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
 
 
@@ -96,7 +96,12 @@ def support_matrix() -> dict[str, Support]:
 
 def max_prompt_tokens(model: PreTrainedModel) -> int | None:
     """Longest prompt that the model's positions allow, tokens; None when the configuration states none."""
-    return getattr(text_config(model.config), "max_position_embeddings", None)
+    config = text_config(model.config)
+    for name in ("max_position_embeddings", "max_seq_len"):  # the second is MPT's
+        limit = getattr(config, name, None)
+        if limit is not None:
+            return int(limit)
+    return None
 
 
 def _layer_kinds(config: PreTrainedConfig) -> set[str]:

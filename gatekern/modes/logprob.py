@@ -49,8 +49,10 @@ def label_evidence(
     """
     hidden = backbone.hidden_rows(prompts, work)
     head = backbone.head
-    terms: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "backend": backend}
+    terms: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale}
+    # There is no C++ form of the vocabulary's log-sum-exp: PyTorch's matrix product is the best there is on a CPU.
+    mass_backend = "torch" if backend == "native" else backend
     with work.stage("score"), torch.no_grad():
-        logits, scores = ops.label_scores(hidden, head.weight, labels.ids, **terms)
-        mass = torch.exp(logits.logsumexp(dim=-1) - ops.vocab_lse(hidden, head.weight, **terms))
+        logits, scores = ops.label_scores(hidden, head.weight, labels.ids, backend=backend, **terms)
+        mass = torch.exp(logits.logsumexp(dim=-1) - ops.vocab_lse(hidden, head.weight, backend=mass_backend, **terms))
     return LabelEvidence(*(x.float().cpu().numpy() for x in (logits, scores, mass.clamp(max=1.0))))

@@ -38,7 +38,7 @@ def test_every_architecture_of_transformers_has_a_path_and_a_reason():
     assert len(matrix) > 150
     assert all(support.reason for support in matrix.values())
     assert {matrix[name].path for name in ("llama", "qwen2", "llama4_text", "gemma4_text")} == {"packed"}
-    assert matrix["mamba"].path == "branched"
+    assert matrix["mamba2"].path == "branched"
     assert matrix["deepseek_v32"].path == "full"
     assert matrix["bart"].path == matrix["bert"].path == "refused"
 
