@@ -11,7 +11,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-COMMON_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off"]
+COMMON_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off"]
 HEADERS = ["csrc/cpu_features.h", "csrc/dots.h", "csrc/label_scores.h"]
 BASELINE = ["csrc/binding.cpp", "csrc/cpu_features.cpp", "csrc/label_scores.cpp", "csrc/label_scores_scalar.cpp"]
 # source -> (macro that tells cpu_features.cpp the code is there, flags of that file alone)
@@ -32,6 +32,8 @@ class OptionalBuildExt(build_ext):
             import pybind11
 
             ext.include_dirs.append(pybind11.get_include())
+            # Is there a compiler at all? One plain file, so that its absence is one message.
+            self.compiler.compile(["csrc/label_scores_scalar.cpp"], self.build_temp, extra_postargs=COMMON_FLAGS)
             if platform.machine().lower() in ("x86_64", "amd64"):
                 self._compile_instruction_sets(ext)
             super().build_extension(ext)

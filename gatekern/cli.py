@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gatekern import __version__
 from gatekern.errors import GatekernError
 
 if TYPE_CHECKING:
@@ -32,6 +34,21 @@ INCOMPLETE = 3  # exit code: the run finished, but some rows have no score
 class Layout(StrEnum):
     paper = "paper"
     fact_last = "fact_last"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 @app.command()
@@ -56,10 +73,10 @@ def score(
 
     Each input line is a JSON object with `context` and `fact`; all other keys (an `id`, say) are carried through. Each
     output line is the input object plus `score` (0 to 1, null without one), `status`, `note`, `label_mass` and one
-    `logit_<label>` per label. Contexts may come in any order; rows that share one should be near each other, because
-    sharing works within a chunk.
+    `logit_<label>` per label; input keys of these names are replaced. Contexts may come in any order; rows that share
+    one should be near each other, because sharing works within a chunk.
 
-    Exit code: 0 every row has a score; 3 some have none (see their `status`); 1 nothing could be scored; 2 usage.
+    Exit code: 0 every row has a score; 3 some have none (see their `status`); 1 the run stopped with an error; 2 usage.
     """
     import transformers
     from tqdm import tqdm
@@ -126,9 +143,9 @@ def _rows(source: IO[str]) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            yield {"line": number, _PROBLEM: f"line {number} is not JSON: {error}"}
+            row = json.loads(line.removeprefix("\ufeff"), parse_float=_finite, parse_constant=_finite)
+        except (ValueError, RecursionError) as error:
+            yield {"line": number, _PROBLEM: f"line {number} is not JSON that can be read: {error}"}
             continue
         if not isinstance(row, dict):
             yield {"line": number, _PROBLEM: f"line {number} is not a JSON object"}
@@ -136,6 +153,14 @@ def _rows(source: IO[str]) -> Iterator[dict[str, Any]]:
             yield {**row, _PROBLEM: f"line {number} has no {' and no '.join(missing)}"}
         else:
             yield row
+
+
+def _finite(text: str) -> float:
+    """A JSON number; NaN and infinities, spelled out or by overflow, could not be written back as JSON."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 _PROBLEM = "\0problem"  # no JSON key of a user collides with it
@@ -148,7 +173,8 @@ def _score_rows(verifier: Any, rows: list[dict[str, Any]], mode: str) -> Iterato
     for row in rows:
         problem = row.pop(_PROBLEM, None)
         if problem is not None:
-            yield {**row, "score": None, "status": "invalid_input", "note": problem, "label_mass": None}
+            empty = {f"logit_{name}": None for name in result.label_names}
+            yield {**row, "score": None, "status": "invalid_input", "note": problem, "label_mass": None, **empty}
             continue
         logits = zip(result.label_names, result.label_logits[at].tolist(), strict=True)
         yield {

@@ -100,7 +100,7 @@ def _groups(spec: LabelSpec) -> dict[str, list[str | int]]:
     for name, value in named.items():
         if not isinstance(name, str):
             raise LabelError(f"label names are text, got {name!r}; ids go into a mapping: {{'yes': [{name!r}], ...}}")
-        members = [value] if isinstance(value, (str, int)) else list(value)
+        members = [value] if isinstance(value, (str, SupportsIndex)) else list(value)
         groups[name] = [_member(name, member) for member in members]
     return groups
 

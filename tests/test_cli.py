@@ -75,6 +75,28 @@ def test_bad_lines_are_reported_and_cost_no_good_one(model):
     assert out[6]["context"] == "lone \ud83d", "carried through as it came"
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['{"id": ' + "1" * 5000 + "}", "[" * 100_000, '{"w": 1e999}', '{"w": NaN}'],
+    ids=["digits", "deep", "inf", "nan"],
+)
+def test_json_that_cannot_be_read_or_written_back_is_one_bad_row(model, line):
+    result = run("score", "--model", model, "--quiet", stdin=lines(ROWS[0], line, ROWS[1]))
+    assert result.exit_code == INCOMPLETE
+    out = [json.loads(text) for text in result.stdout.splitlines()]
+    assert [row["score"] is None for row in out] == [False, True, False]
+    assert set(out[1]) >= {"score", "status", "note", "label_mass", "logit_yes", "logit_no"}
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_row(model):
+    result = run("score", "--model", model, "--quiet", stdin="\ufeff" + lines(ROWS[0]))
+    assert result.exit_code == 0, result.output
+
+
+def test_version():
+    assert run("--version").stdout.strip() == gk.__version__
+
+
 def test_bytes_that_are_not_utf8_do_not_stop_a_file(model, tmp_path):
     source, target = tmp_path / "pairs.jsonl", tmp_path / "scores.jsonl"
     source.write_bytes(b'{"context": "caf\xe9", "fact": "a fact"}\n' + lines(ROWS[0]).encode())

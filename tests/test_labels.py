@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from gatekern.errors import LabelError
@@ -54,6 +55,11 @@ def test_levels_and_choices_are_groups_like_any_other():
         ({"a": ["yes"], "b": [1000]}, "outside the head's 1000 rows"),
         ({"a": ["yes"], "b": [-1]}, "outside"),
         ({"a": ["yes"], "b": []}, "has no words"),
+        ("yn", "sequence of words"),
+        (None, "sequence of words"),
+        (["", "no"], "neither a word"),
+        ({"a": ["yes"], "b": [True]}, "neither a word"),
+        ([1, 2], "label names are text"),
     ],
 )
 def test_bad_labels_are_refused_by_name(spec, message):
@@ -69,3 +75,10 @@ def test_control_tokens_are_never_labels():
     tokenizer = tiny_tokenizer()
     labels = resolve_labels(encoder(), YES_NO, 1000)
     assert not set(labels.yes + labels.no) & set(tokenizer.get_added_vocab().values())
+
+
+def test_one_word_or_id_may_stand_for_a_list():
+    """A string is a word, never its letters."""
+    plain = resolve_labels(encoder(), YES_NO, 1000)
+    assert resolve_labels(encoder(), {"yes": "yes", "no": "no"}, 1000) == plain
+    assert resolve_labels(encoder(), {"yes": "yes", "no": np.int64(300)}, 1000)["no"] == (300,)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import gatekern as gk
+from gatekern import ops
 from gatekern.prompts import PromptTemplate
+from gatekern.verifier import _num_visible
 from tests.families import tiny_model
 from tests.tinytok import MARKERS, SPECIAL, tiny_tokenizer
 
@@ -251,7 +256,12 @@ def test_threads_take_turns(tiny_verifier):
 
 def test_an_explicit_backend_runs_or_raises():
     """Promise (e)."""
-    scores = [make_verifier(backend=backend).score_batch(PAIRS[:3]) for backend in ("torch", "auto")]
+    native = [state.available for state in ops.backends() if state.name == "native"]
+    backends = ["torch", "auto", *(["native"] if native == [True] else [])]
+    scores = [make_verifier(backend=backend).score_batch(PAIRS[:3]) for backend in backends]
+    for other in scores[2:]:
+        assert other.backend.startswith("native-")
+        np.testing.assert_allclose(other.scores, scores[0].scores, atol=1e-6)
     np.testing.assert_allclose(scores[0].scores, scores[1].scores, atol=1e-6)
     assert scores[0].backend == "torch"
     if not torch.cuda.is_available():
@@ -272,6 +282,10 @@ def test_an_explicit_backend_runs_or_raises():
         lambda v: gk.Verifier(v.model, v.tokenizer, layout="sideways"),
         lambda v: gk.Verifier(v.model, v.tokenizer, min_label_mass=2.0),
         lambda v: gk.Verifier(v.model, v.tokenizer, max_tokens_per_forward=0),
+        lambda v: gk.Verifier(v.model, v.tokenizer, max_tokens_per_forward=64.5),
+        lambda v: gk.Verifier(v.model, None),
+        lambda v: gk.Verifier("model", v.tokenizer),
+        lambda v: gk.Verifier.from_pretrained(".", device="cuda:7"),
         lambda v: gk.Verifier.from_pretrained("no/such/model.gguf"),
         lambda v: gk.Verifier.from_pretrained(".", dtype="int3"),
         lambda v: gk.Verifier.from_pretrained(".", device="abacus"),
@@ -294,3 +308,122 @@ def test_models_load_from_a_folder(tmp_path, tiny_verifier):
     half = gk.Verifier.from_pretrained(tmp_path, dtype="bfloat16", min_label_mass=0.0)
     assert half.backbone.dtype == torch.bfloat16
     assert np.isfinite(half.score_batch(PAIRS).scores).all()
+
+
+def test_two_verifiers_of_one_model_share_its_lock(tiny_verifier):
+    """Their attention is switched on the same configuration: forwards must not interleave, nor loading with scoring."""
+    model, tokenizer = tiny_verifier.model, tiny_verifier.tokenizer
+    verifiers = [gk.Verifier(model, tokenizer, layout=layout, min_label_mass=0.0) for layout in ("paper", "fact_last")]
+    expected = [verifier.score_batch(PAIRS).scores for verifier in verifiers]
+    wrong: list[object] = []
+
+    def work(at: int) -> None:
+        try:
+            for _ in range(15):
+                if not np.array_equal(verifiers[at].score_batch(PAIRS).scores, expected[at]):
+                    wrong.append(at)
+            gk.Verifier(model, tokenizer)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(at % 2,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert model.config._attn_implementation != "gatekern"
+
+
+def test_attention_that_is_changed_behind_our_back_is_an_error(tiny_verifier, monkeypatch):
+    verifier = make_verifier()
+    layer = verifier.model.model.layers[2].self_attn
+    monkeypatch.setattr(layer, "config", copy.deepcopy(layer.config))
+    layer.config._attn_implementation = "sdpa"
+
+    class Stubborn(type(layer.config)):
+        _attn_implementation = property(lambda self: "sdpa", lambda self, value: None)
+
+    layer.config.__class__ = Stubborn
+    with pytest.raises(gk.BackendError, match="some layers ran with another attention"):
+        verifier.score_batch(PAIRS)
+
+
+def test_a_character_that_the_tokenizer_lacks_costs_nothing():
+    """WordPiece and Unigram tokenizers answer it with <unk>, which is no control token."""
+    vocab = {word: at for at, word in enumerate(["<unk>", "<s>", "yes", "no", "Yes", "No", *"abcdefghij.:?"])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>")
+    verifier = gk.Verifier(tiny_model("llama"), tokenizer, min_label_mass=0.0)
+    pairs = [("a b", "c"), ("a \U0001f600 b", "<unk>"), ("a", "<s> d"), ("e", "f")]
+    result = verifier.score_batch(pairs, on_error="report")
+    assert result.status == ("ok",) * 4
+    np.testing.assert_allclose(result.scores, reference(verifier, pairs), atol=BOUND)
+
+
+def test_ids_without_an_embedding_are_a_status():
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    tokenizer.add_tokens(["zebra"])
+    verifier = gk.Verifier(model, tokenizer, min_label_mass=0.0)
+    result = verifier.score_batch([("a", "b"), ("a", "zebra"), ("c", "d")], on_error="report")
+    assert result.status == ("ok", "invalid_input", "ok")
+    assert "embeddings" in result.notes[1]
+
+
+def test_a_model_that_changes_after_it_was_wrapped_is_an_error():
+    verifier = make_verifier()
+    verifier.model.train()
+    with pytest.raises(gk.InputError, match=r"model\.eval"):
+        verifier.score_batch(PAIRS)
+    verifier.model.eval()
+    verifier.model.set_output_embeddings(torch.nn.Linear(32, len(verifier.tokenizer) + 5, bias=False))
+    with pytest.raises(gk.InputError, match="head was replaced"):
+        verifier.score_batch(PAIRS)
+
+
+def test_mass_that_is_not_finite_is_no_score():
+    verifier = make_verifier()
+    with torch.no_grad():
+        verifier.model.lm_head.weight[-1] = torch.nan  # an unused row
+    result = verifier.score_batch(PAIRS[:2], on_error="report")
+    assert result.status == ("unparsed",) * 2
+    for array in (result.scores, result.label_mass, result.label_logits):
+        assert np.isnan(array).all()
+
+
+def test_white_space_does_not_make_a_prompt_too_long():
+    """Tokenizers may drop it: the check before encoding counts visible characters."""
+    assert _num_visible("a" + " " * 10_000 + "b\n") == 2
+
+
+def test_autocast_around_a_call_changes_nothing(tiny_verifier):
+    expected = tiny_verifier.score_batch(PAIRS).scores
+    with torch.autocast("cpu", torch.bfloat16):
+        assert np.array_equal(tiny_verifier.score_batch(PAIRS).scores, expected)
+
+
+def test_compiled_models_are_unwrapped(tiny_verifier):
+    compiled = gk.Verifier(torch.compile(tiny_verifier.model), tiny_verifier.tokenizer, min_label_mass=0.0)
+    assert np.array_equal(compiled.score_batch(PAIRS).scores, tiny_verifier.score_batch(PAIRS).scores)
+
+
+@pytest.mark.parametrize("family", ["jamba", "lfm2", "bloom"])
+def test_equal_pairs_are_computed_once_on_every_path(family):
+    verifier = make_verifier(family)
+    once, often = verifier.score_batch(PAIRS), verifier.score_batch(PAIRS * 4)
+    assert often.usage.computed_tokens == once.usage.computed_tokens
+    assert np.array_equal(often.scores, np.tile(once.scores, 4))
+
+
+def test_the_memory_bound_holds_on_the_branched_path():
+    verifier = make_verifier("lfm2", max_tokens_per_forward=32)
+    sizes = []
+    verifier.backbone.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    pairs = [("hello world " * 40, f"fact {at}") for at in range(5)]
+    result = verifier.score_batch(pairs)
+    assert max(sizes) <= 32
+    np.testing.assert_allclose(result.scores, reference(verifier, pairs), atol=BOUND)

@@ -61,9 +61,11 @@ def _device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise InputError(f"device={device!r} is not a torch device: {error}") from error
+        target = torch.device(device)
+        torch.empty(0, device=target)  # before minutes of loading
+    except (AssertionError, RuntimeError) as error:
+        raise InputError(f"device={device!r} cannot be used here: {error}") from error
+    return target
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:

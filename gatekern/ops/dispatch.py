@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -149,6 +150,13 @@ def resolved_name(op: str, backend: str = "auto", device: torch.device | str = "
     return f"native-{native.isa()}" if name == "native" else name
 
 
+@contextmanager
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """No autograd and no autocast: the operators promise float32 accumulation wherever they are called."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
 def run(
     op: str,
     backend: str,
@@ -189,6 +197,7 @@ def _why_not(op: str, backend: str, device: torch.device, unfit: Mapping[str, st
 def _say_once(op: str, reason: str, device: torch.device) -> None:
     if (op, reason) not in _said:
         _said.add((op, reason))
+        # On a CPU PyTorch is a fine second choice; a damaged extension warns when it is loaded.
         level = logging.WARNING if device.type == "cuda" else logging.INFO
         logger.log(level, "%s runs on PyTorch: %s", op, reason)
 

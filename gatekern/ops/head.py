@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from gatekern.errors import InputError
 
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,11 +39,11 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: flo
             raise InputError(f"bias must be float32 or {hidden.dtype}; got {bias.dtype}")
         if bias.device != hidden.device:
             raise InputError(f"bias is on {bias.device} and hidden on {hidden.device}")
-    # Comparisons, not math.isfinite: torch.compile can trace these.
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise InputError(f"softcap must be a positive number or None; got {softcap}")
-    if not abs(scale) < math.inf:
-        raise InputError(f"scale must be finite; got {scale}")
+    # The kernels take both as float32. Comparisons, not math.isfinite: torch.compile can trace these.
+    if softcap is not None and not _SMALLEST <= softcap <= _LARGEST:
+        raise InputError(f"softcap must be a positive number or None, within float32; got {softcap}")
+    if not abs(scale) <= _LARGEST:
+        raise InputError(f"scale must be finite, within float32; got {scale}")
 
 
 def with_contiguous_rows(hidden: Tensor) -> Tensor:

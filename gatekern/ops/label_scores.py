@@ -200,7 +200,7 @@ def label_scores_reference(
         for begin, end in pairwise(group_offsets)
     ]
     stacked = torch.stack(group_logits, dim=-1)
-    return LabelScores(stacked, stacked.softmax(-1)[:, 0])
+    return LabelScores(stacked, stacked.softmax(-1)[:, 0].contiguous())
 
 
 def _label_scores_triton(*operands: object) -> tuple[Tensor, Tensor]:
@@ -253,7 +253,12 @@ def _label_scores(
     if label_ids.shape[0] > MAX_LABELS:
         unfit["triton"] = f"{label_ids.shape[0]} labels, its kernel takes at most {MAX_LABELS}"
     operands = (with_contiguous_rows(hidden), weight, label_ids, group_offsets, bias, softcap, scale)
-    return dispatch.run("label_scores", backend, hidden.device, _FORMS, *operands, unfit=unfit)
+    with dispatch.plain_arithmetic(hidden.device):
+        return dispatch.run("label_scores", backend, hidden.device, _FORMS, *operands, unfit=unfit)
+
+
+# Not differentiable, and nothing is recorded: the graph would keep every widened tile of the weight.
+dispatch.LIBRARY.impl("label_scores", torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("gatekern::label_scores")  # type: ignore[untyped-decorator]

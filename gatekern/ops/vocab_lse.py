@@ -135,7 +135,12 @@ def _vocab_lse(
     if tile < 1:
         raise InputError(f"tile must be at least 1; got {tile}")
     operands = (with_contiguous_rows(hidden), weight, bias, softcap, scale, tile)
-    return dispatch.run("vocab_lse", backend, hidden.device, _FORMS, *operands)
+    with dispatch.plain_arithmetic(hidden.device):
+        return dispatch.run("vocab_lse", backend, hidden.device, _FORMS, *operands)
+
+
+# Not differentiable, and nothing is recorded: the graph would keep every widened tile of the weight.
+dispatch.LIBRARY.impl("vocab_lse", torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("gatekern::vocab_lse")  # type: ignore[untyped-decorator]

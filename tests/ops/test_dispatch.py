@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gatekern.errors import BackendError
-from gatekern.ops import backends, dispatch, label_scores, native
+from gatekern.ops import backends, dispatch, label_scores, native, vocab_lse
 from gatekern.ops.label_scores import label_scores_reference, pack_groups
 
 CUDA = torch.device("cuda", 0)
@@ -202,3 +202,34 @@ def test_operands_can_rule_out_a_backend(fake_gpu):
     assert dispatch.select("label_scores", "auto", CUDA, unfit) == "torch"
     with pytest.raises(BackendError, match="300 labels"):
         dispatch.select("label_scores", "triton", CUDA, unfit)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_ignore_autocast_and_record_nothing(backend, dtype):
+    """Their promise is float32 accumulation wherever they are called, and no graph that keeps widened tiles."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 64, generator=generator).to(dtype)
+    weight = torch.nn.Parameter(torch.randn(300, 64, generator=generator).to(dtype))
+    expected = [*label_scores(hidden, weight, [[1], [2]], backend=backend), vocab_lse(hidden, weight, backend=backend)]
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = [
+            *label_scores(hidden, weight, [[1], [2]], backend=backend),
+            vocab_lse(hidden, weight, backend=backend),
+        ]
+    for a, b in zip(expected, inside, strict=True):
+        assert torch.equal(a, b)
+        assert not a.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_every_form_compiles_and_matches_its_fake(backend):
+    hidden, weight = torch.randn(5, 8), torch.randn(30, 8)
+    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
+    torch.library.opcheck(torch.ops.gatekern.label_scores, (hidden, weight, ids, offsets, None, None, 1.0, backend))
+    compiled = torch.compile(
+        lambda h, w: label_scores(h * 2, w, (ids, offsets), backend=backend).score, fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(
+        compiled(hidden, weight), label_scores(hidden * 2, weight, (ids, offsets), backend=backend).score
+    )

@@ -36,7 +36,11 @@ def _load() -> _Loaded:
     try:
         module = importlib.import_module("gatekern._native")
     except ModuleNotFoundError:
-        return _Loaded(None, "the C++ extension is not built (no compiler or pybind11 at install time)")
+        return _Loaded(
+            None,
+            "the C++ extension is not built (no compiler at install time); with one, "
+            "pip install --force-reinstall --no-cache-dir --no-deps gatekern",
+        )
     except Exception as error:  # a damaged or foreign library: keep the cause, lose only the speed
         reason = f"gatekern._native does not load: {type(error).__name__}: {error}"
         logger.warning("%s; label scores on the CPU run on PyTorch", reason)
