@@ -65,6 +65,8 @@ class Backbone:
         headed, decoder = text_parts(model)
         embedding: Any = model.get_input_embeddings()
         self.device: torch.device = embedding.weight.device
+        if self.device.type == "meta":
+            raise UnsupportedModelError("the input embedding is offloaded: give it a device in device_map")
         self.dtype = model.dtype
         self.head: HeadSpec = read_head(headed)
         self.max_prompt_tokens = max_prompt_tokens(model)

@@ -59,6 +59,8 @@ def read_head(model: PreTrainedModel) -> HeadSpec:
             f"{type(model).__name__} has no plain floating-point output head "
             f"({type(head).__name__}); load it with an unquantised lm_head"
         )
+    if weight.is_meta:
+        raise UnsupportedModelError("the output head is offloaded: give it a device in device_map")
     config = text_config(model.config)
     return HeadSpec(
         weight=weight,

@@ -185,6 +185,21 @@ def test_plan_tensors_follow_the_layers_of_a_dispatched_model(tmp_path):
     assert (logits_of(Backbone(model), prompts) - truth).abs().max() <= LIMIT
 
 
+@pytest.mark.parametrize(("part", "words"), [("lm_head", "output head"), ("model.embed_tokens", "input embedding")])
+def test_an_offloaded_head_or_embedding_is_refused_by_name(tmp_path, part, words):
+    accelerate = pytest.importorskip("accelerate")
+    names = dict.fromkeys(["model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+    model = accelerate.dispatch_model(
+        tiny_model("llama"),
+        device_map={**names, part: "disk"},
+        offload_dir=tmp_path,
+        main_device="cpu",
+        force_hooks=True,
+    )
+    with pytest.raises(UnsupportedModelError, match=f"the {words} is offloaded"):
+        Backbone(model)
+
+
 def test_models_that_cannot_be_scored_are_refused_by_name():
     config = transformers.T5Config(
         vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
