@@ -14,20 +14,72 @@ Nothing here knows a model, a tokenizer or torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
-Range = tuple[int, int]  # begin, end
+from gatekern.layout import IntArray, Range, SegmentLayout, layout_of
 
 #: A shared segment is worth its own attention call from this many saved tokens on. One call costs a few tens of
 #: microseconds a layer, one token of the smallest useful backbone (135M parameters) about as much.
 MIN_SAVED_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class TokenTrie:
+    """Continuations that are read below every prompt, token by token.
+
+    Attributes
+    ----------
+    tokens : int64 [num_nodes]
+        Depth-first preorder.
+    parent : int64 [num_nodes]
+        Parent node, -1 for the prompt itself.
+    """
+
+    tokens: IntArray
+    parent: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def depths(self) -> IntArray:
+        """Tokens from the prompt to each node, int64 [num_nodes]; 1 for the first level."""
+        depths = np.ones(len(self), dtype=np.int64)
+        for node, above in enumerate(self.parent.tolist()):
+            if above >= 0:
+                depths[node] = depths[above] + 1
+        return depths
+
+    def paths(self) -> list[IntArray]:
+        """Tokens from the prompt to each place that is read: none for the prompt itself, then to each node."""
+        paths = [np.zeros(0, dtype=np.int64)]
+        for token, above in zip(self.tokens, self.parent.tolist(), strict=True):
+            paths.append(np.append(paths[above + 1], token))
+        return paths
+
+
+def build_trie(sequences: Iterable[Sequence[int]]) -> TokenTrie:
+    """The trie of all prefixes of `sequences` (none empty).
+
+    Examples
+    --------
+    >>> trie = build_trie([(4, 5), (4, 6)])
+    >>> trie.tokens.tolist(), trie.parent.tolist()
+    ([4, 5, 6], [-1, 0, 0])
+    """
+    paths = sorted({tuple(path[: at + 1]) for path in sequences for at in range(len(path))})
+    place = {(): -1} | {path: at for at, path in enumerate(paths)}
+    return TokenTrie(
+        tokens=np.array([path[-1] for path in paths], dtype=np.int64),
+        parent=np.array([place[path[:-1]] for path in paths], dtype=np.int64),
+    )
+
+
+NO_TRIE = build_trie([])
 
 
 @dataclass(frozen=True)
@@ -38,34 +90,32 @@ class PrefixTree:
     ----------
     tokens : int64 [num_tokens]
         Token ids of all segments, one after the other: the packed stream.
+    positions : int64 [num_tokens]
+        Position (0-based) of every token in its prompt.
+    row_ends : int64 [num_tokens]
+        Token ``i`` is seen by the tokens ``i .. row_ends[i] - 1`` and by no other: itself and what follows it.
     offsets : int64 [num_segments + 1]
         CSR offsets: segment ``s`` is ``tokens[offsets[s]:offsets[s + 1]]``. No segment is empty.
     parent : int64 [num_segments]
         Parent segment, -1 for a root.
-    start : int64 [num_segments]
-        Position (0-based, in the prompt) of the segment's first token.
     subtree_end : int64 [num_segments]
         One past the last descendant: the descendants of ``s`` are segments ``s + 1 .. subtree_end[s] - 1``.
-    rows : int64 [num_prompts]
-        Index into `tokens` of each prompt's last token: the answer position. Equal prompts have equal rows.
+    rows : int64 [num_prompts, 1 + num_nodes]
+        Indices into `tokens`: each prompt's last token (the answer position), then the nodes of its trie. Equal
+        prompts have equal rows.
     """
 
     tokens: IntArray
+    positions: IntArray
+    row_ends: IntArray
     offsets: IntArray
     parent: IntArray
-    start: IntArray
     subtree_end: IntArray
     rows: IntArray
 
     @property
     def num_segments(self) -> int:
         return len(self.parent)
-
-    @property
-    def positions(self) -> IntArray:
-        """Position of every token in its prompt, int64 [num_tokens]."""
-        lengths = np.diff(self.offsets)
-        return np.arange(len(self.tokens)) + np.repeat(self.start - self.offsets[:-1], lengths)
 
     def ancestors(self, segment: int) -> list[int]:
         """Segments on the path from the root to `segment`, root first, `segment` excluded."""
@@ -80,6 +130,7 @@ class PrefixTree:
 def build_prefix_tree(
     prompts: Sequence[IntArray],
     *,
+    trie: TokenTrie = NO_TRIE,
     max_segment: int | None = None,
     min_saved: int = MIN_SAVED_TOKENS,
 ) -> PrefixTree:
@@ -89,8 +140,11 @@ def build_prefix_tree(
     ----------
     prompts : sequence of int [length_i]
         Token ids of each fully rendered prompt. Any order, duplicates allowed, none empty.
+    trie : TokenTrie
+        Appended below every prompt, as the tail of its last segment.
     max_segment : int, optional
-        Longer segments are cut into chains of at most this many tokens, so that every forward can keep its budget.
+        Longer segments are cut into chains of at most this many tokens, so that every forward can keep its budget. At
+        least the size of the trie, which is never cut.
     min_saved : int
         Prefixes whose sharing saves fewer tokens than this are computed once per prompt instead.
 
@@ -116,21 +170,36 @@ def build_prefix_tree(
     parent: list[int] = []
     start: list[int] = []
     pieces: list[IntArray] = []
-    last_row = np.zeros(len(unique), dtype=np.int64)
+    rows = np.zeros((len(unique), 1 + len(trie)), dtype=np.int64)
     num_tokens = 0
+
+    def append(piece: IntArray, at: int, above: int) -> int:
+        nonlocal num_tokens
+        parent.append(above)
+        start.append(at)
+        pieces.append(piece)
+        num_tokens += len(piece)
+        return len(parent) - 1
 
     def add(prompt: IntArray, first: int, end: int, above: int) -> int:
         """Append tokens ``prompt[first:end]`` below segment `above`; returns the last segment of the chain."""
-        nonlocal num_tokens
         step = max_segment or end - first
         for at in range(first, end, step):
-            piece = prompt[at : min(at + step, end)]
-            parent.append(above)
-            start.append(at)
-            pieces.append(piece)
-            num_tokens += len(piece)
-            above = len(parent) - 1
+            above = append(prompt[at : min(at + step, end)], at, above)
         return above
+
+    def finish(at: int, segment: int, *, leaf: bool) -> None:
+        """Prompt `at` ends where the stream ends now: note its row, and append its trie."""
+        nonlocal num_tokens
+        rows[at, 0] = num_tokens - 1
+        if len(trie):
+            rows[at, 1:] = num_tokens + np.arange(len(trie))
+            room = (max_segment or num_tokens + len(trie)) - len(pieces[segment])
+            if leaf and len(trie) <= room:
+                pieces[segment] = np.concatenate([pieces[segment], trie.tokens])
+                num_tokens += len(trie)
+            else:
+                append(trie.tokens, len(unique[at]), segment)
 
     # Each work item is a run of sorted prompts that agree on their first `depth` tokens, which are already laid out.
     work = [(lo, hi, 0, -1) for lo, hi in reversed(_split(shared, 0, len(unique), 0))]
@@ -138,8 +207,7 @@ def build_prefix_tree(
         lo, hi, depth, above = work.pop()
         first = unique[lo]
         if hi - lo == 1:
-            add(first, depth, len(first), above)
-            last_row[lo] = num_tokens - 1
+            finish(lo, add(first, depth, len(first), above), leaf=True)
             continue
         common = min(shared[lo : hi - 1])
         ends_here = len(first) == common  # the shortest prompt sorts first and may be a prefix of the others
@@ -147,80 +215,30 @@ def build_prefix_tree(
         if (common - depth) * (len(branches) + ends_here - 1) >= min_saved:
             above = add(first, depth, common, above)
             if ends_here:
-                last_row[lo] = num_tokens - 1
+                finish(lo, above, leaf=False)
             depth = common
         elif ends_here:
             branches.insert(0, (lo, lo + 1))
         work.extend((a, b, depth, above) for a, b in reversed(branches))
 
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    subtree_end = _subtree_ends(parent)
+    positions = np.arange(num_tokens) + np.repeat(np.array(start, dtype=np.int64) - offsets[:-1], lengths)
+    row_ends = np.repeat(offsets[subtree_end], lengths)
+    if len(trie):
+        lengths_read = np.array([len(prompt) for prompt in unique], dtype=np.int64)
+        positions[rows[:, 1:]] = lengths_read[:, None] + trie.depths - 1
+        row_ends[rows[:, 1:]] = rows[:, 1:2] + _subtree_ends(trie.parent.tolist())
     return PrefixTree(
         tokens=np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, dtype=np.int64),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        positions=positions,
+        row_ends=row_ends,
+        offsets=offsets,
         parent=np.array(parent, dtype=np.int64),
-        start=np.array(start, dtype=np.int64),
-        subtree_end=_subtree_ends(parent),
-        rows=last_row[inverse],
+        subtree_end=subtree_end,
+        rows=rows[inverse],
     )
-
-
-@dataclass(frozen=True)
-class SegmentLayout:
-    """Who sees whom in one packed forward. Rows index the stream, keys the key axis.
-
-    The key axis is ``[borrowed segments | this stream]``: keys of earlier forwards first, then one key per row.
-
-    Attributes
-    ----------
-    own_offsets : int64 [num_segments + 1]
-        CSR offsets of the segments over the rows; each segment is causal in itself.
-    shared_rows : int64 [num_shared, 2]
-        Rows ``begin..end`` that all see the same earlier keys. A row may be in several ranges.
-    shared_key_offsets : int64 [num_shared + 1]
-        CSR offsets into `shared_keys`: the key ranges that each range of rows sees.
-    shared_keys : int64 [num_key_ranges, 2]
-        Ranges ``begin..end`` of the key axis, those of one entry in order of position.
-    key_positions : int64 [num_keys]
-        Position of every key in its prompt. The last `num_rows` keys are the rows themselves.
-    derived : dict
-        For operators, to keep what they compute from the layout once and use in every layer.
-    """
-
-    own_offsets: IntArray
-    shared_rows: IntArray
-    shared_key_offsets: IntArray
-    shared_keys: IntArray
-    key_positions: IntArray
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.own_offsets[-1])
-
-    @property
-    def num_keys(self) -> int:
-        return len(self.key_positions)
-
-    @property
-    def row_positions(self) -> IntArray:
-        """Position of every row in its prompt, int64 [num_rows]."""
-        return self.key_positions[self.num_keys - self.num_rows :]
-
-    def shared(self) -> Iterator[tuple[Range, list[Range]]]:
-        """Row ranges with the key ranges that they see."""
-        for at, (begin, end) in enumerate(self.shared_rows.tolist()):
-            key_ranges = self.shared_keys[self.shared_key_offsets[at] : self.shared_key_offsets[at + 1]]
-            yield (begin, end), [(k_begin, k_end) for k_begin, k_end in key_ranges.tolist()]
-
-    def first_visible(self, window: int | None, chunk: int | None) -> IntArray:
-        """Lowest position that each row may see under a sliding window or chunked attention, int64 [num_rows]."""
-        rows = self.row_positions
-        first = np.zeros_like(rows)
-        if window is not None:
-            first = np.maximum(first, rows - window + 1)
-        if chunk is not None:
-            first = np.maximum(first, rows // chunk * chunk)
-        return first
 
 
 @dataclass(frozen=True)
@@ -237,17 +255,17 @@ class PackedForward:
         Segments of earlier forwards whose keys and values this one reads, root first: the start of the key axis.
     kept : tuple of (int, int, int)
         ``(segment, k_begin, k_end)``: what the next forward borrows, as ranges of this forward's key axis.
-    read_prompts : int64 [num_read]
-        Prompts whose last token is in this stream.
+    reads : int64 [num_read]
+        Which entries of ``tree.rows``, flattened, are in this stream.
     read_rows : int64 [num_read]
-        Row of that last token.
+        Their rows, ascending.
     """
 
     tokens: IntArray
     layout: SegmentLayout
     borrowed: tuple[int, ...]
     kept: tuple[tuple[int, int, int], ...]
-    read_prompts: IntArray
+    reads: IntArray
     read_rows: IntArray
 
 
@@ -266,9 +284,9 @@ def pack(tree: PrefixTree, max_tokens: int) -> Iterator[PackedForward]:
     PackedForward
         In order; each may borrow from the one before it only.
     """
-    positions = tree.positions
-    by_row = np.argsort(tree.rows, kind="stable")
-    sorted_rows = tree.rows[by_row]
+    lengths = np.diff(tree.offsets)
+    read_order = np.argsort(tree.rows, axis=None, kind="stable")
+    sorted_rows = tree.rows.ravel()[read_order]
     begin = 0
     while begin < tree.num_segments:
         room = tree.offsets[begin] + max_tokens
@@ -276,8 +294,10 @@ def pack(tree: PrefixTree, max_tokens: int) -> Iterator[PackedForward]:
         borrowed = tree.ancestors(begin)
         first, last = int(tree.offsets[begin]), int(tree.offsets[end])
 
-        lengths = np.diff(tree.offsets)
-        num_borrowed = int(lengths[borrowed].sum())
+        key_tokens = np.concatenate(
+            [*(np.arange(tree.offsets[s], tree.offsets[s + 1]) for s in borrowed), np.arange(first, last)]
+        )
+        num_borrowed = len(key_tokens) - (last - first)
         key_begin = dict(zip(borrowed, (np.cumsum(lengths[borrowed]) - lengths[borrowed]).tolist(), strict=True))
         key_begin |= {s: num_borrowed + int(tree.offsets[s]) - first for s in range(begin, end)}
         key_range = {s: (at, at + int(lengths[s])) for s, at in key_begin.items()}
@@ -288,22 +308,20 @@ def pack(tree: PrefixTree, max_tokens: int) -> Iterator[PackedForward]:
             )
             for s in key_range
         }
-        shared = _shared_ranges(tree.parent, key_range, rows_below)
         kept = tree.ancestors(end) if end < tree.num_segments else []
         lo, hi = np.searchsorted(sorted_rows, [first, last])
-        borrowed_positions = [tree.start[s] + np.arange(lengths[s]) for s in borrowed]
         yield PackedForward(
             tokens=tree.tokens[first:last],
-            layout=SegmentLayout(
+            layout=layout_of(
+                seen=np.stack([key_tokens, tree.row_ends[key_tokens]], axis=1).clip(first, last) - first,
+                key_positions=tree.positions[key_tokens],
                 own_offsets=tree.offsets[begin : end + 1] - first,
-                shared_rows=np.array([rows for rows, _ in shared], dtype=np.int64).reshape(-1, 2),
-                shared_key_offsets=np.cumsum([0, *(len(keys) for _, keys in shared)], dtype=np.int64),
-                shared_keys=np.array([key for _, keys in shared for key in keys], dtype=np.int64).reshape(-1, 2),
-                key_positions=np.concatenate([*borrowed_positions, positions[first:last]]).astype(np.int64),
+                own=[[key_range[s]] for s in range(begin, end)],
+                shared=_shared_ranges(tree.parent, key_range, rows_below),
             ),
             borrowed=tuple(borrowed),
             kept=tuple((segment, *key_range[segment]) for segment in kept),
-            read_prompts=by_row[lo:hi],
+            reads=read_order[lo:hi],
             read_rows=sorted_rows[lo:hi] - first,
         )
         begin = end

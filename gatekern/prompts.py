@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from gatekern.errors import InputError, TemplateError
-from gatekern.planning import IntArray
+from gatekern.layout import IntArray
 
 _log = logging.getLogger("gatekern")
 

@@ -18,8 +18,8 @@ from gatekern.engine.work import Work
 from gatekern.errors import InputError, NumericError
 from gatekern.inputs import CheckedPair, Pair, check_pairs
 from gatekern.labels import YES_NO, LabelSet, LabelSpec, resolve_labels
+from gatekern.layout import IntArray
 from gatekern.modes.logprob import label_evidence
-from gatekern.planning import IntArray
 from gatekern.prompts import NOT_LITERAL, Layout, PromptEncoder, PromptTemplate, template
 from gatekern.results import ScoreBatch, Status, Usage
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gatekern.planning import PrefixTree, build_prefix_tree, pack
+from gatekern.layout import SegmentLayout
+from gatekern.planning import PrefixTree, build_prefix_tree, build_trie, pack
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=12)
 
@@ -16,35 +17,85 @@ def as_arrays(prompts: list[list[int]]) -> list[np.ndarray]:
     return [np.array(prompt) for prompt in prompts]
 
 
+TRIES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=5).map(build_trie)
+
+
+def calls(layout: SegmentLayout) -> np.ndarray:
+    """How often each row reads each key, [num_rows, num_keys], when it is computed as the layout says."""
+    sees = np.zeros((layout.num_rows, layout.num_keys), dtype=int)
+    rows = np.arange(layout.num_rows)[:, None]
+    allowed = (layout.seen[:, 0] <= rows) & (rows < layout.seen[:, 1])
+    for (begin, end), key_ranges in layout.own():
+        for k_begin, k_end in key_ranges:
+            sees[begin:end, k_begin:k_end] += allowed[begin:end, k_begin:k_end]
+    for (begin, end), key_ranges in layout.shared():
+        for k_begin, k_end in key_ranges:
+            sees[begin:end, k_begin:k_end] += 1
+    assert np.array_equal(sees, allowed), "own and shared calls are not the pattern, each key once"
+    return sees
+
+
+def read(layout: SegmentLayout, row: int, keys: list[int]) -> list[int]:
+    """The tokens that a row sees, in order of position."""
+    visible = np.nonzero(calls(layout)[row])[0]
+    visible = visible[np.argsort(layout.key_positions[visible], kind="stable")]
+    assert layout.key_positions[visible].tolist() == list(range(len(visible)))
+    return [keys[at] for at in visible]
+
+
 @settings(max_examples=500, deadline=None)
-@given(prompts=PROMPTS, budget=st.integers(1, 40), min_saved=st.integers(0, 9))
-def test_every_prompt_sees_exactly_itself(prompts, budget, min_saved):
-    """For each prompt's last token, the visible keys in order of position are the prompt, and nothing else."""
-    tree = build_prefix_tree(as_arrays(prompts), max_segment=budget, min_saved=min_saved)
+@given(prompts=PROMPTS, trie=TRIES, budget=st.integers(1, 40), min_saved=st.integers(0, 9))
+def test_every_prompt_sees_exactly_itself(prompts, trie, budget, min_saved):
+    """For each prompt's last token and each node below it, the visible keys are that text, and nothing else."""
+    budget = max(budget, len(trie))
+    tree = build_prefix_tree(as_arrays(prompts), trie=trie, max_segment=budget, min_saved=min_saved)
+    paths = [path.tolist() for path in trie.paths()]
     stored: dict[int, list[int]] = {}
-    read = []
+    found = []
     for forward in pack(tree, budget):
         num_rows, layout = len(forward.tokens), forward.layout
         assert 0 < num_rows <= budget
         keys = [token for segment in forward.borrowed for token in stored[segment]] + forward.tokens.tolist()
-        assert len(keys) == len(layout.key_positions)
-        sees = np.zeros((num_rows, len(keys)), dtype=int)
-        for begin, end in zip(layout.own_offsets, layout.own_offsets[1:], strict=False):
-            for row in range(begin, end):
-                first = len(keys) - num_rows
-                sees[row, first + begin : first + row + 1] += 1
-        for (begin, end), key_ranges in layout.shared():
-            for k_begin, k_end in key_ranges:
-                sees[begin:end, k_begin:k_end] += 1
-        assert sees.max() == 1, "a key is counted twice"
-        for prompt, row in zip(forward.read_prompts, forward.read_rows, strict=True):
-            visible = np.nonzero(sees[row])[0]
-            visible = visible[np.argsort(layout.key_positions[visible], kind="stable")]
-            assert layout.key_positions[visible].tolist() == list(range(len(prompts[prompt])))
-            assert [keys[at] for at in visible] == prompts[prompt]
-            read.append(prompt)
+        assert len(keys) == layout.num_keys
+        for at, row in zip(forward.reads.tolist(), forward.read_rows, strict=True):
+            prompt, node = divmod(at, 1 + len(trie))
+            assert read(layout, row, keys) == prompts[prompt] + paths[node]
+            found.append(at)
         stored = {segment: keys[begin:end] for segment, begin, end in forward.kept}
-    assert sorted(read) == list(range(len(prompts)))
+    assert sorted(found) == list(range(len(prompts) * len(paths)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(prompts=PROMPTS, budget=st.integers(1, 40), seed=st.integers(0, 10_000))
+def test_every_step_of_a_decode_sees_its_prompt_and_its_own_tokens(prompts, budget, seed):
+    rng = np.random.default_rng(seed)
+    tree = build_prefix_tree(as_arrays(prompts), max_segment=budget, min_saved=2)
+    stored: dict[int, list[int]] = {}
+    for forward in pack(tree, budget):
+        keys = [token for segment in forward.borrowed for token in stored[segment]] + forward.tokens.tolist()
+        stored = {segment: keys[begin:end] for segment, begin, end in forward.kept}
+        layout = forward.layout
+        texts = {int(row): prompts[at] for at, row in zip(forward.reads, forward.read_rows, strict=True)}
+        for _ in range(3):
+            choices = sorted(texts)
+            parents = np.sort(rng.choice(choices, size=rng.integers(1, 6))) if choices else np.zeros(0, dtype=int)
+            tokens = rng.integers(0, 3, len(parents)).tolist()
+            layout = layout.extended(parents)
+            keys = keys + tokens
+            texts = {row: [*texts[parent], tokens[row]] for row, parent in enumerate(parents.tolist())}
+            assert {row: read(layout, row, keys) for row in texts} == texts
+
+
+def test_the_trie_is_the_tail_of_the_last_segment():
+    """A trie costs its tokens, and no segment, hence no attention call, of its own."""
+    prompts = as_arrays([[1] * 20 + [fact] * 5 for fact in (2, 3)])
+    trie = build_trie([(7, 8), (7, 9), (6,)])
+    tree = build_prefix_tree(prompts, trie=trie)
+    assert np.diff(tree.offsets).tolist() == [20, 9, 9]
+    assert tree.tokens[20:29].tolist() == [2] * 5 + [6, 7, 8, 9]
+    assert tree.positions[25:29].tolist() == [25, 25, 26, 26]
+    assert tree.row_ends[25:29].tolist() == [26, 29, 28, 29]
+    assert tree.rows[0].tolist() == [24, 25, 26, 27, 28]
 
 
 @settings(max_examples=200, deadline=None)
@@ -86,13 +137,13 @@ def test_header_contexts_and_facts_are_three_levels():
 def test_equal_prompts_are_computed_once():
     tree = build_prefix_tree(as_arrays([[1, 2, 3], [4], [1, 2, 3]]))
     assert len(tree.tokens) == 4
-    assert tree.rows[0] == tree.rows[2]
+    assert tree.rows[0].tolist() == tree.rows[2].tolist()
 
 
 def test_a_prompt_that_is_a_prefix_of_another_reads_an_inner_row():
     tree = build_prefix_tree(as_arrays([[1, 2, 3, 4], [1, 2]]), min_saved=1)
     assert tree.tokens.tolist() == [1, 2, 3, 4]
-    assert tree.rows.tolist() == [3, 1]
+    assert tree.rows.tolist() == [[3], [1]]
 
 
 def test_only_the_path_to_the_next_segment_is_kept():
@@ -124,7 +175,7 @@ def test_a_nested_segment_takes_the_keys_above_it_into_its_own_call():
     header = [7] * 9
     prompts = as_arrays([[*header, *[context] * 20, 90, fact] for context in range(5) for fact in range(10, 30)])
     (forward,) = pack(build_prefix_tree(prompts), 10_000)
-    calls = np.zeros(forward.layout.num_rows, dtype=int)
+    shared_calls = np.zeros(forward.layout.num_rows, dtype=int)
     for (begin, end), _ in forward.layout.shared():
-        calls[begin:end] += 1
-    assert calls.max() == 1
+        shared_calls[begin:end] += 1
+    assert shared_calls.max() == 1

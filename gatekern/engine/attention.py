@@ -7,21 +7,19 @@ through a context variable, because some models drop unknown keyword arguments o
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from gatekern.errors import BackendError, UnsupportedModelError
+from gatekern.layout import SegmentLayout
 from gatekern.ops.prefix_attention import prefix_attention
-from gatekern.planning import SegmentLayout
 
 NAME = "gatekern"  # the key in AttentionInterface; transformers gives names with "sdpa" or "flash" a special meaning
 
@@ -49,16 +47,6 @@ class ForwardState:
     keep: tuple[tuple[int, int], ...] = ()
     kept: dict[int, KeyValue] = field(default_factory=dict)
     layers_run: set[int] = field(default_factory=set)
-
-
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_locks_guard = threading.Lock()
-
-
-def model_lock(decoder: nn.Module) -> threading.RLock:
-    """The lock of this decoder, shared by everything that wraps it: its attention is switched for a whole forward."""
-    with _locks_guard:
-        return _locks.setdefault(decoder, threading.RLock())
 
 
 _current: ContextVar[ForwardState | None] = ContextVar("gatekern_forward", default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,24 +11,39 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gatekern.engine.attention import model_lock
 from gatekern.engine.head import HeadSpec, prove_head, read_head, text_parts
 from gatekern.engine.packed import PackedPath
+from gatekern.engine.running import running
 from gatekern.engine.stepwise import BranchedPath, FullPath
 from gatekern.engine.support import max_prompt_tokens, support_for
 from gatekern.engine.work import Work
 from gatekern.errors import GatekernError, InputError, UnsupportedModelError
-from gatekern.planning import IntArray
+from gatekern.layout import IntArray
+from gatekern.planning import NO_TRIE, TokenTrie, build_trie
 
 _log = logging.getLogger("gatekern")
 
 
+class Continuation(Protocol):
+    """Some prompts of a call, to be continued token by token; see `PackedContinuation`."""
+
+    @property
+    def prompts(self) -> IntArray: ...
+
+    @property
+    def hidden(self) -> Tensor: ...
+
+    def extend(self, parents: IntArray, tokens: IntArray) -> Tensor: ...
+
+
 class HiddenPath(Protocol):
-    """A way to compute the hidden state at the end of each prompt."""
+    """A way to compute the hidden states at the end of each prompt, and of what follows it."""
 
     name: str
 
-    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor: ...
+    def hidden_rows(self, prompts: Sequence[IntArray], work: Work, trie: TokenTrie = ...) -> Tensor: ...
+
+    def continuations(self, prompts: Sequence[IntArray], work: Work) -> Iterator[Continuation]: ...
 
 
 class Backbone:
@@ -73,8 +88,7 @@ class Backbone:
         self.max_tokens = max_tokens or _default_max_tokens(model, self.device)
         self.embedding_rows = int(embedding.weight.shape[0])
         self._headed = headed
-        self._lock = model_lock(decoder)
-        with self._lock, torch.no_grad(), _plain_precision(self.device):
+        with running(decoder, self.device):
             prove_head(headed, decoder, self.head, self.device)
             self._path = self._prove_path(decoder)
         self._alone = FullPath(decoder, self.device, self.max_tokens, alone=True)
@@ -83,50 +97,46 @@ class Backbone:
     def path(self) -> str:
         return self._path.name
 
-    @torch.no_grad()
-    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
-        """Final hidden state at the last token of each prompt.
+    def hidden_rows(self, prompts: Sequence[IntArray], work: Work, trie: TokenTrie = NO_TRIE) -> Tensor:
+        """Final hidden states at the last token of each prompt, and at each node of a trie below it.
 
         Parameters
         ----------
         prompts : sequence of int64 [length_i]
-            None empty, none longer than `max_prompt_tokens`.
+            At least one, none empty, none longer (with the trie) than `max_prompt_tokens`.
         work : Work
             Counters to add to.
+        trie : TokenTrie
+            Continuations to read below every prompt, in the same forward where the path is "packed".
 
         Returns
         -------
-        Tensor [num_prompts, hidden_size]
+        Tensor [num_prompts, 1 + num_nodes, hidden_size]
             On the head's device, in the model's dtype, in the order of `prompts`.
         """
+        parts = self._parts(prompts, int(trie.depths.max(initial=0)))
+        rows = torch.cat([path.hidden_rows([prompts[at] for at in index], work, trie) for path, index in parts])
+        back = np.argsort(np.concatenate([index for _, index in parts]))
+        return rows[torch.from_numpy(back).to(rows.device)].to(self.head.weight.device)
+
+    def continuations(
+        self, prompts: Sequence[IntArray], work: Work, max_new_tokens: int
+    ) -> Iterator[tuple[IntArray, Continuation]]:
+        """The prompts in groups that a decode can continue, each with its indices into `prompts`."""
+        for path, index in self._parts(prompts, max_new_tokens):
+            for continuation in path.continuations([prompts[at] for at in index], work):
+                yield index[continuation.prompts], continuation
+
+    def _parts(self, prompts: Sequence[IntArray], further: int) -> list[tuple[HiddenPath, IntArray]]:
+        """Which prompts, with so many `further` tokens, take which path."""
         self._check_mode()
         if getattr(self._headed.get_output_embeddings(), "weight", None) is not self.head.weight:
             raise InputError("the model's output head was replaced after it was wrapped: wrap it again")
         limit = self.support.packed_limit
-        places: dict[bytes, int] = {}  # equal prompts are computed once
-        distinct: list[IntArray] = []
-        index: list[int] = []
-        for prompt in prompts:
-            place = places.setdefault(prompt.tobytes(), len(distinct))
-            if place == len(distinct):
-                distinct.append(prompt)
-            index.append(place)
-        prompts = distinct
-        lengths = np.array([len(prompt) for prompt in prompts])
-        with self._lock, _plain_precision(self.device):
-            if limit is None or lengths.max() <= limit:
-                rows = self._path.hidden_rows(prompts, work)
-            else:
-                order = np.argsort(lengths > limit, kind="stable")
-                split = int((lengths <= limit).sum())
-                ordered = [prompts[at] for at in order]
-                parts = [
-                    path.hidden_rows(part, work)
-                    for path, part in ((self._path, ordered[:split]), (self._alone, ordered[split:]))
-                    if part
-                ]
-                rows = torch.cat(parts)[torch.from_numpy(np.argsort(order)).to(parts[0].device)]
-        return rows[torch.tensor(index, device=rows.device)].to(self.head.weight.device)
+        lengths = np.array([len(prompt) + further for prompt in prompts])
+        alone = lengths > limit if limit is not None else np.zeros(len(prompts), dtype=bool)
+        parts = ((self._path, np.nonzero(~alone)[0]), (self._alone, np.nonzero(alone)[0]))
+        return [(path, index) for path, index in parts if len(index)]
 
     def _check_mode(self) -> None:
         if self.model.training:
@@ -140,21 +150,24 @@ class Backbone:
             candidates = [BranchedPath(decoder, self.device, self.max_tokens), full]
         elif self.support.path == "packed":
             candidates = [PackedPath(decoder, self.device, self.max_tokens), full]
-        prompts = _probe_prompts(self.head.vocab_rows)
-        limit = min(self.support.packed_limit or 64, self.max_prompt_tokens or 64)
+        prompts, trie = _probe(self.head.vocab_rows)
+        limit = min(self.support.packed_limit or 64, self.max_prompt_tokens or 64) - int(trie.depths.max())
         prompts = [prompt[-limit:] for prompt in prompts]
-        truth = torch.cat([full.hidden_rows([prompt], Work()) for prompt in prompts]).float()
+        texts = [np.concatenate([prompt, path]) for prompt in prompts for path in trie.paths()]
+        truth = torch.stack([full.last_rows([text], Work())[0] for text in texts]).float()
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1  # low precision: rounding accumulates over layers
         for path in candidates:
             try:
-                rows = path.hidden_rows(prompts, Work()).float()
+                rows = path.hidden_rows(prompts, Work(), trie)
+                continued = _continued(path, prompts, trie)
             except GatekernError as error:
                 cause = str(error)
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
                 # A model that cannot run this path fails somewhere inside transformers, in its own way.
                 cause = f"{type(error).__name__}: {error}"
             else:
-                error_size = ((rows - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
+                found = torch.stack([rows, continued]).flatten(1, 2).float()
+                error_size = ((found - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
                 if error_size <= tolerance:
                     return path
                 cause = f"hidden states differ by {error_size:.1e} of their size from separate forwards"
@@ -175,11 +188,6 @@ def _unwrapped(model: Any) -> PreTrainedModel:
     return model
 
 
-def _plain_precision(device: torch.device) -> torch.autocast:
-    """No autocast: scores are computed in the dtype of the weights, wherever the caller is."""
-    return torch.autocast(device.type, enabled=False)
-
-
 def _default_max_tokens(model: PreTrainedModel, device: torch.device) -> int:
     """Tokens a forward: enough to fill the device, few enough for activations to stay in cache (CPU) or memory."""
     if device.type == "cpu":
@@ -188,13 +196,26 @@ def _default_max_tokens(model: PreTrainedModel, device: torch.device) -> int:
     return 65536 if parameters < 1e9 else 32768 if parameters < 4e9 else 16384
 
 
-def _probe_prompts(vocab_rows: int) -> list[IntArray]:
-    """Five short prompts over two contexts that share a header; suffixes of unequal length."""
+def _probe(vocab_rows: int) -> tuple[list[IntArray], TokenTrie]:
+    """Five short prompts over two contexts that share a header, suffixes of unequal length; two tokens below each."""
     ids = np.random.default_rng(0).integers(0, min(vocab_rows, 1000), size=64)
     header, contexts = ids[:12], (ids[12:32], ids[32:44])
     suffixes = ((ids[44:47], ids[47:52], ids[52:53]), (ids[53:57], ids[57:64]))
-    return [
+    prompts = [
         np.concatenate([header, context, suffix])
         for context, branch in zip(contexts, suffixes, strict=True)
         for suffix in branch
     ]
+    return prompts, build_trie([(0,), (1,)])
+
+
+def _continued(path: HiddenPath, prompts: Sequence[IntArray], trie: TokenTrie) -> Tensor:
+    """What `hidden_rows` gives for a trie of one level, by a step of a decode."""
+    parts: dict[int, Tensor] = {}
+    for continuation in path.continuations(prompts, Work()):
+        parents = np.repeat(np.arange(len(continuation.prompts)), len(trie))
+        rows = continuation.extend(parents, np.tile(trie.tokens, len(continuation.prompts)))
+        below = rows.view(len(continuation.prompts), len(trie), -1)
+        both = torch.cat([continuation.hidden[:, None], below], dim=1)
+        parts |= dict(zip(continuation.prompts.tolist(), both, strict=True))
+    return torch.stack([parts[at] for at in range(len(prompts))])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gatekern.engine.attention import ForwardState, KeyValue, packed_attention
+from gatekern.engine.running import running
 from gatekern.engine.work import Work
 from gatekern.errors import BackendError, UnsupportedModelError
-from gatekern.planning import IntArray, PackedForward, build_prefix_tree, pack
+from gatekern.layout import IntArray, Range, SegmentLayout
+from gatekern.planning import NO_TRIE, PackedForward, TokenTrie, build_prefix_tree, pack
+
+KeyValues = dict[int, KeyValue]  # by layer, [num_keys, num_kv_heads, head_dim]
 
 
 class PackedPath:
@@ -24,37 +29,58 @@ class PackedPath:
         self.max_tokens = max_tokens
         self.layers: set[int] = set()  # attention layers of the model, learned from the first forward
 
-    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
-        """Final hidden state at the last token of each prompt, [num_prompts, hidden_size]."""
-        with work.stage("plan"):
-            tree = build_prefix_tree(prompts, max_segment=self.max_tokens)
-            forwards = pack(tree, self.max_tokens)
-        borrowed: dict[int, KeyValue] = {}
+    def hidden_rows(self, prompts: Sequence[IntArray], work: Work, trie: TokenTrie = NO_TRIE) -> Tensor:
+        """Final hidden states at the last token of each prompt and at each node below it.
+
+        Returns
+        -------
+        Tensor [num_prompts, 1 + num_nodes, hidden_size]
+        """
         hidden = None
+        for forward, stream, _ in self._forwards(prompts, trie, work, decode=False):
+            if hidden is None:
+                hidden = stream.new_empty(len(prompts) * (1 + len(trie)), stream.shape[-1])
+            hidden[_on(stream, forward.reads)] = stream[_on(stream, forward.read_rows)]
+        assert hidden is not None  # there is at least one prompt, hence one forward
+        return hidden.view(len(prompts), 1 + len(trie), -1)
+
+    def continuations(self, prompts: Sequence[IntArray], work: Work) -> Iterator[PackedContinuation]:
+        """The same prompts, ready to be continued: those that end in one forward at a time."""
+        for forward, stream, keys in self._forwards(prompts, NO_TRIE, work, decode=True):
+            if len(forward.reads):
+                hidden = stream[_on(stream, forward.read_rows)]
+                yield PackedContinuation(self, forward, hidden, keys, work)
+
+    def _forwards(
+        self, prompts: Sequence[IntArray], trie: TokenTrie, work: Work, *, decode: bool
+    ) -> Iterator[tuple[PackedForward, Tensor, KeyValues]]:
+        """Every forward with its stream of hidden states and, in a decode, keys and values of its whole key axis."""
+        max_tokens = max(self.max_tokens, len(trie))
+        with work.stage("plan"):
+            tree = build_prefix_tree(prompts, trie=trie, max_segment=max_tokens)
+            forwards = pack(tree, max_tokens)
+        borrowed: KeyValues = {}
         while True:
             with work.stage("plan"):  # one at a time: a layout keeps masks that the next forward need not carry
                 forward = next(forwards, None)
             if forward is None:
-                break
-            with work.stage("forward"):
-                rows, borrowed = self._run(forward, borrowed)
-                if hidden is None:
-                    hidden = rows.new_empty(len(prompts), rows.shape[-1])
-                hidden[torch.from_numpy(forward.read_prompts).to(rows.device)] = rows
-            work.count(len(forward.tokens))
-        assert hidden is not None  # there is at least one prompt, hence one forward
-        return hidden
+                return
+            kept = [(begin, end) for _, begin, end in forward.kept]
+            stream, keys = self.run(
+                forward.tokens, forward.layout, borrowed, [(0, forward.layout.num_keys)] if decode else kept, work
+            )
+            yield forward, stream, keys
+            borrowed = _take(keys, kept) if decode else keys
 
-    def _run(self, forward: PackedForward, borrowed: dict[int, KeyValue]) -> tuple[Tensor, dict[int, KeyValue]]:
-        state = ForwardState(
-            layout=forward.layout,
-            borrowed=borrowed,
-            keep=tuple((begin, end) for _, begin, end in forward.kept),
-        )
-        with packed_attention(self.decoder, state):
-            stream = self.decoder(
-                input_ids=torch.from_numpy(forward.tokens)[None].to(self.device),
-                position_ids=torch.from_numpy(forward.layout.row_positions)[None].to(self.device),
+    def run(
+        self, tokens: IntArray, layout: SegmentLayout, borrowed: KeyValues, keep: Sequence[Range], work: Work
+    ) -> tuple[Tensor, KeyValues]:
+        """One forward: hidden states [num_rows, hidden_size], and the keys and values of the ranges `keep`."""
+        state = ForwardState(layout=layout, borrowed=borrowed, keep=tuple(keep))
+        with work.stage("forward"), running(self.decoder, self.device), packed_attention(self.decoder, state):
+            stream: Tensor = self.decoder(
+                input_ids=torch.from_numpy(tokens)[None].to(self.device),
+                position_ids=torch.from_numpy(layout.row_positions)[None].to(self.device),
                 use_cache=False,
             ).last_hidden_state[0]
         if not state.layers_run:
@@ -62,5 +88,75 @@ class PackedPath:
         if state.layers_run != (self.layers or state.layers_run):
             raise BackendError("some layers ran with another attention: something changed the model during the call")
         self.layers = state.layers_run
-        rows = torch.from_numpy(forward.read_rows).to(stream.device)
-        return stream[rows], state.kept
+        work.count(len(tokens))
+        return stream, state.kept
+
+
+class PackedContinuation:
+    """Prompts whose keys and values are held, so that a further token costs only itself.
+
+    Attributes
+    ----------
+    prompts : int64 [num_prompts]
+        Which prompts of the call these are.
+    hidden : Tensor [num_prompts, hidden_size]
+        Final hidden state at the end of each.
+    """
+
+    def __init__(self, path: PackedPath, forward: PackedForward, hidden: Tensor, keys: KeyValues, work: Work) -> None:
+        self.prompts = forward.reads
+        self.hidden = hidden
+        self._path = path
+        self._work = work
+        self._layout = forward.layout
+        self._keys = keys
+        self._rows = forward.read_rows  # what the parents of the next step index
+
+    def extend(self, parents: IntArray, tokens: IntArray) -> Tensor:
+        """Read one more token below some rows of the step before (the first time: below some prompts).
+
+        Parameters
+        ----------
+        parents : int64 [num_rows]
+            Ascending; repeated where a row branches.
+        tokens : int64 [num_rows]
+
+        Returns
+        -------
+        Tensor [num_rows, hidden_size]
+        """
+        parents = self._rows[parents]
+        streams, added = [], []
+        with self._work.stage("plan"):
+            layout = self._layout.extended(parents)
+        for begin in range(0, len(tokens), self._path.max_tokens):
+            part = slice(begin, begin + self._path.max_tokens)
+            one = layout if len(tokens) <= self._path.max_tokens else self._layout.extended(parents[part])
+            new = [(one.num_keys - one.num_rows, one.num_keys)]
+            stream, keys = self._path.run(tokens[part], one, self._keys, new, self._work)
+            streams.append(stream)
+            added.append(keys)
+        self._keys = {
+            layer: (
+                torch.cat([key, *(keys[layer][0] for keys in added)]),
+                torch.cat([value, *(keys[layer][1] for keys in added)]),
+            )
+            for layer, (key, value) in self._keys.items()
+        }
+        self._layout = layout
+        self._rows = np.arange(len(tokens))
+        return torch.cat(streams)
+
+
+def _take(keys: KeyValues, ranges: Sequence[Range]) -> KeyValues:
+    """Keys and values of some ranges of the key axis, one after the other."""
+    if not ranges:
+        return {}
+    return {
+        layer: (torch.cat([key[a:b] for a, b in ranges]), torch.cat([value[a:b] for a, b in ranges]))
+        for layer, (key, value) in keys.items()
+    }
+
+
+def _on(stream: Tensor, index: IntArray) -> Tensor:
+    return torch.from_numpy(index).to(stream.device)

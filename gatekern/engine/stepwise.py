@@ -8,21 +8,58 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gatekern.engine.running import running
 from gatekern.engine.work import Work
-from gatekern.planning import IntArray, PrefixTree, build_prefix_tree
+from gatekern.layout import IntArray
+from gatekern.planning import NO_TRIE, PrefixTree, TokenTrie, build_prefix_tree
 
 _MAX_BRANCHES = 64  # cache copies held at once
 _PADDING = 1.25  # prompts of a batch are at most this much longer than its shortest
 
 
-class FullPath:
+class _Stepwise(ABC):
+    """What both paths do with a trie and with a decode: every continuation is one more prompt."""
+
+    @abstractmethod
+    def last_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
+        """Final hidden state at the last token of each prompt, [num_prompts, hidden_size]."""
+
+    def hidden_rows(self, prompts: Sequence[IntArray], work: Work, trie: TokenTrie = NO_TRIE) -> Tensor:
+        """Final hidden states at the end of each prompt and at each node, [num_prompts, 1 + num_nodes, hidden_size]."""
+        paths = trie.paths()
+        every = [np.concatenate([prompt, path]) for prompt in prompts for path in paths]
+        return self.last_rows(every, work).view(len(prompts), len(paths), -1)
+
+    def continuations(self, prompts: Sequence[IntArray], work: Work) -> Iterator[RepeatedContinuation]:
+        """The same prompts, ready to be continued."""
+        yield RepeatedContinuation(self, prompts, work)
+
+
+class RepeatedContinuation:
+    """Prompts that are read again with every further token, because their state cannot be kept for branches."""
+
+    def __init__(self, path: _Stepwise, prompts: Sequence[IntArray], work: Work) -> None:
+        self.prompts = np.arange(len(prompts))
+        self.hidden = path.last_rows(prompts, work)
+        self._path = path
+        self._texts = list(prompts)
+        self._work = work
+
+    def extend(self, parents: IntArray, tokens: IntArray) -> Tensor:
+        """Read one more token below some rows of the step before; see `PackedContinuation.extend`."""
+        self._texts = [np.append(self._texts[row], token) for row, token in zip(parents, tokens, strict=True)]
+        return self._path.last_rows(self._texts, self._work)
+
+
+class FullPath(_Stepwise):
     """Every prompt whole, batches padded on the right (later tokens cannot change a causal model's earlier ones)."""
 
     name = "full"
@@ -34,8 +71,7 @@ class FullPath:
         self.max_tokens = max_tokens
         self.alone = alone
 
-    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
-        """Final hidden state at the last token of each prompt, [num_prompts, hidden_size]."""
+    def last_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
         order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]))
         hidden: list[Tensor | None] = [None] * len(prompts)
         while order:
@@ -48,7 +84,7 @@ class FullPath:
                 count += 1
             batch, order = order[:count], order[count:]
             ids, lengths = _pad([prompts[at] for at in batch])
-            with work.stage("forward"):
+            with work.stage("forward"), running(self.decoder, self.device):
                 if self.alone:  # a short call makes dynamic RoPE forget the longest prompt it has seen
                     self.decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
                 out = self.decoder(
@@ -62,7 +98,7 @@ class FullPath:
         return torch.stack([row for row in hidden if row is not None])
 
 
-class BranchedPath:
+class BranchedPath(_Stepwise):
     """Walk the prefix tree; every inner segment extends a copy of its parent's cache, leaves run as one batch."""
 
     name = "branched"
@@ -75,14 +111,13 @@ class BranchedPath:
         names = inspect.signature(decoder.forward).parameters
         self.cache_argument = next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
-    def hidden_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
-        """Final hidden state at the last token of each prompt, [num_prompts, hidden_size]."""
+    def last_rows(self, prompts: Sequence[IntArray], work: Work) -> Tensor:
         with work.stage("plan"):  # a branch costs a copy of the cache
             tree = build_prefix_tree(prompts, max_segment=self.max_tokens, min_saved=32)
         ends: dict[int, Tensor] = {}  # last hidden state of each segment
-        with work.stage("forward"):
+        with work.stage("forward"), running(self.decoder, self.device):
             self._walk(tree, ends, work)
-        last_segment = np.searchsorted(tree.offsets, tree.rows, side="right") - 1
+        last_segment = np.searchsorted(tree.offsets, tree.rows[:, 0], side="right") - 1
         return torch.stack([ends[int(segment)] for segment in last_segment])
 
     def _walk(self, tree: PrefixTree, ends: dict[int, Tensor], work: Work) -> None:
@@ -103,7 +138,7 @@ class BranchedPath:
     def _run(self, tree: PrefixTree, segments: list[int], cache: Any, ends: dict[int, Tensor], work: Work) -> Any:
         """Run sibling segments on copies of `cache`; returns the filled cache."""
         ids, lengths = _pad([tree.tokens[tree.offsets[s] : tree.offsets[s + 1]] for s in segments])
-        start = int(tree.start[segments[0]])
+        start = int(tree.positions[tree.offsets[segments[0]]])
         positions = start + torch.arange(ids.shape[1]).expand_as(ids)
         arguments: dict[str, Any] = {}
         if cache is not None:

@@ -12,7 +12,7 @@ from gatekern import ops
 from gatekern.engine.backbone import Backbone
 from gatekern.engine.work import Work
 from gatekern.labels import LabelSet
-from gatekern.planning import IntArray
+from gatekern.layout import IntArray
 from gatekern.results import FloatArray
 
 
@@ -47,7 +47,7 @@ def label_evidence(
     ``mass = exp(logsumexp(label logits) - logsumexp(all logits))`` needs the whole vocabulary, in tiles: with one row
     a prompt this is well under 1 % of the forward.
     """
-    hidden = backbone.hidden_rows(prompts, work)
+    hidden = backbone.hidden_rows(prompts, work)[:, 0]
     head = backbone.head
     terms: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale}
     # There is no C++ form of the vocabulary's log-sum-exp: PyTorch's matrix product is the best there is on a CPU.

@@ -1,7 +1,7 @@
 """Attention over a packed stream of segments that share prefixes.
 
-The stream is a prefix tree in depth-first preorder (`gatekern.planning`). A row sees the segments above its own and,
-causally, its own: so attention is one causal call over the segments themselves, plus one unmasked call for every
+The stream is a prefix tree in depth-first preorder (`gatekern.layout`). A row sees the segments above its own and what
+precedes it in its own: so attention is one call over the segments themselves, batched, plus one unmasked call for every
 segment that others share, whose rows are contiguous. The partial results are merged by their log-sum-exp, as in
 Hydragen (arXiv 2402.05099) at any depth of sharing: keys of a shared prefix are read once for all the rows below it.
 """
@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gatekern.planning import IntArray, Range, SegmentLayout
+from gatekern.layout import IntArray, Range, SegmentLayout
 
 _ROWS_PER_MASK = (
     256  # masked rows are taken in blocks: a mask is never larger than this many rows by the keys they span
 )
-_PADDING = 1.25  # short segments share a call while it computes at most this many times their own rows
-_ALONE = 256  # a segment of this many rows fills a call by itself
+_PADDING = 1.25  # short segments share a call while it computes at most this many times their own scores
+_ALONE = 256  # a segment of this many keys fills a call by itself
 _SCORES_PER_BLOCK = 1 << 23  # elements of the score matrix that the plain path holds at once
 
 
@@ -75,12 +75,13 @@ def prefix_attention(
     --------
     Two branches of two tokens each below a shared prefix of three:
 
-    >>> layout = SegmentLayout(
-    ...     own_offsets=np.array([0, 3, 5, 7]),
-    ...     shared_rows=np.array([[3, 7]]),
-    ...     shared_key_offsets=np.array([0, 1]),
-    ...     shared_keys=np.array([[0, 3]]),
+    >>> from gatekern.layout import layout_of
+    >>> layout = layout_of(
+    ...     seen=np.array([[0, 7], [1, 7], [2, 7], [3, 5], [4, 5], [5, 7], [6, 7]]),
     ...     key_positions=np.array([0, 1, 2, 3, 4, 3, 4]),
+    ...     own_offsets=np.array([0, 3, 5, 7]),
+    ...     own=[[(0, 3)], [(3, 5)], [(5, 7)]],
+    ...     shared=[((3, 7), [(0, 3)])],
     ... )
     >>> q, k, v = torch.randn(7, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
     >>> prefix_attention(q, k, v, layout, scale=0.25).shape
@@ -88,14 +89,14 @@ def prefix_attention(
     """
     schedule = _schedule(layout, window, chunk, query.dtype, query.device)
     num_heads, value_dim = query.shape[1], value.shape[2]
-    first_own_key = layout.num_keys - layout.num_rows
     # One row more than there are: padding is written there.
     out = query.new_empty(layout.num_rows + 1, num_heads, value_dim, dtype=torch.float32)
     lse = query.new_empty(layout.num_rows + 1, num_heads, dtype=torch.float32)
 
     for batch in schedule.own:
-        heads = [_heads_first(_take_rows(x, batch.rows)) for x in (query, key[first_own_key:], value[first_own_key:])]
-        part, part_lse = _attend(*heads, scale=scale, softcap=softcap, causal=True)
+        taken = _take_rows(query, batch.rows), _take_rows(key, batch.keys), _take_rows(value, batch.keys)
+        heads = [_heads_first(x) for x in taken]
+        part, part_lse = _attend(*heads, scale=scale, softcap=softcap, causal=batch.bias is None, bias=batch.bias)
         out.index_copy_(0, batch.target, part.transpose(1, 2).flatten(0, 1).float())
         lse.index_copy_(0, batch.target, part_lse.transpose(1, 2).flatten(0, 1))
     out, lse = out[:-1], lse[:-1]
@@ -171,22 +172,25 @@ def prefix_attention_reference(
 
 def visibility(layout: SegmentLayout, window: int | None = None, chunk: int | None = None) -> NDArray[np.bool_]:
     """The dense mask that `layout` stands for, bool [num_rows, num_keys]. For tests and small inputs."""
-    mask = np.zeros((layout.num_rows, layout.num_keys), dtype=bool)
-    first_own_key = layout.num_keys - layout.num_rows
-    for begin, end in zip(layout.own_offsets, layout.own_offsets[1:], strict=False):
-        mask[begin:end, first_own_key + begin : first_own_key + end] = np.tri(end - begin, dtype=bool)
-    for (begin, end), key_ranges in layout.shared():
-        for k_begin, k_end in key_ranges:
-            mask[begin:end, k_begin:k_end] = True
-    return mask & (layout.key_positions >= layout.first_visible(window, chunk)[:, None])
+    return _sees(layout, np.arange(layout.num_rows), np.arange(layout.num_keys), layout.first_visible(window, chunk))
+
+
+def _sees(layout: SegmentLayout, rows: IntArray, keys: IntArray, first_visible: IntArray) -> NDArray[np.bool_]:
+    """Whether each of `rows` [..., num_rows] sees each of `keys` [..., num_keys]: bool [..., num_rows, num_keys]."""
+    rows, keys = rows[..., :, None], keys[..., None, :]
+    begin, end = layout.seen[keys, 0], layout.seen[keys, 1]
+    mask: NDArray[np.bool_] = (begin <= rows) & (rows < end) & (layout.key_positions[keys] >= first_visible[rows])
+    return mask
 
 
 @dataclass(frozen=True)
 class _OwnBatch:
-    """Segments that attend to themselves in one causal call, padded on the right to the longest."""
+    """Segments that attend to their own keys in one call, padded on the right to the longest."""
 
-    rows: Tensor  # int64 [batch, length]: query rows; padding repeats a segment's last row
-    target: Tensor  # int64 [batch * length]: where each result goes; one past the last row for padding
+    rows: Tensor  # int64 [batch, num_rows]: query rows; padding repeats a segment's last row
+    keys: Tensor  # int64 [batch, num_keys]: on the key axis; padding repeats its last key
+    target: Tensor  # int64 [batch * num_rows]: where each result goes; one past the last row for padding
+    bias: Tensor | None  # [batch, 1, num_rows, num_keys], 0 where visible and -inf elsewhere; None: causal
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ class _Block:
     keys: list[Range]
     own: bool  # the rows' own segment: the first part that they see
     causal: bool = False
-    bias: Tensor | None = None  # [rows, keys], 0 where visible and -inf elsewhere
+    bias: Tensor | None = None  # [1, 1, rows, keys], 0 where visible and -inf elsewhere
     blind: Tensor | None = None  # bool [rows]: rows that see none of these keys
 
 
@@ -221,35 +225,40 @@ def _schedule(
 def _build_schedule(
     layout: SegmentLayout, first_visible: IntArray, dtype: torch.dtype, device: torch.device
 ) -> _Schedule:
-    first_own_key = layout.num_keys - layout.num_rows
+    def bias(seen: NDArray[np.bool_]) -> Tensor:
+        """From [batch, rows, keys] to what `_attend` adds to the scores of every head."""
+        zeros = torch.zeros(seen.shape, dtype=dtype, device=device)
+        return zeros.masked_fill_(~torch.from_numpy(seen).to(device), -torch.inf)[:, None]
 
     def masked(rows: Range, keys: list[Range], own: bool) -> Iterator[_Block]:
         """Blocks of rows over the keys from the first one that any of them sees."""
         for begin in range(*rows, _ROWS_PER_MASK):
             end = min(begin + _ROWS_PER_MASK, rows[1])
             index = np.concatenate([np.arange(*one) for one in keys])
-            seen = layout.key_positions[index] >= first_visible[begin:end, None]
-            if own:
-                seen &= index <= np.arange(begin, end)[:, None] + first_own_key
+            seen = _sees(layout, np.arange(begin, end), index, first_visible)
             used = np.nonzero(seen.any(axis=0))[0]
             if not len(used):
                 continue
             index, seen = index[used[0] : used[-1] + 1], seen[:, used[0] : used[-1] + 1]
-            bias = torch.zeros(seen.shape, dtype=dtype, device=device)
-            bias.masked_fill_(~torch.from_numpy(seen).to(device), -torch.inf)
             blind = None if own else torch.from_numpy(~seen.any(axis=1)).to(device)
-            yield _Block((begin, end), _as_ranges(index), own, bias=bias, blind=blind)
+            yield _Block((begin, end), _as_ranges(index), own, bias=bias(seen[None]), blind=blind)
 
-    short: list[Range] = []
+    short: dict[bool, list[tuple[Range, list[Range]]]] = {True: [], False: []}  # by whether they are causal
     blocks: list[_Block] = []
-    for begin, end in zip(layout.own_offsets.tolist(), layout.own_offsets[1:].tolist(), strict=False):
-        keys = [(first_own_key + begin, first_own_key + end)]
-        if first_visible[end - 1] > layout.key_positions[keys[0][0]]:
-            blocks.extend(masked((begin, end), keys, own=True))
-        elif end - begin >= _ALONE:
-            blocks.append(_Block((begin, end), keys, own=True, causal=True))
+    first_row_key = layout.num_keys - layout.num_rows
+    for rows, keys in layout.own():
+        begin, end = (row + first_row_key for row in rows)
+        causal = (
+            keys == [(begin, end)]
+            and bool((layout.seen[begin:end, 1] >= rows[1]).all())
+            and first_visible[rows[1] - 1] <= layout.key_positions[begin]
+        )
+        if sum(stop - start for start, stop in keys) < _ALONE:
+            short[causal].append((rows, keys))
+        elif causal:
+            blocks.append(_Block(rows, keys, own=True, causal=True))
         else:
-            short.append((begin, end))
+            blocks.extend(masked(rows, keys, own=True))
 
     for rows, keys in layout.shared():
         first, last = layout.key_positions[keys[0][0]], layout.key_positions[keys[-1][1] - 1]
@@ -258,7 +267,21 @@ def _build_schedule(
         elif first_visible[slice(*rows)].min() <= last:
             blocks.extend(masked(rows, keys, own=False))
 
-    return _Schedule(tuple(_own_batches(short, layout.num_rows, device)), tuple(blocks))
+    batches = []
+    for causal, segments in short.items():
+        for group in _similar(segments):
+            rows_index, rows_valid = _padded([[rows] for rows, _ in group])
+            keys_index, keys_valid = _padded([keys for _, keys in group])
+            seen = None if causal else _sees(layout, rows_index, keys_index, first_visible) & keys_valid[:, None, :]
+            batches.append(
+                _OwnBatch(
+                    rows=torch.from_numpy(rows_index).to(device),
+                    keys=torch.from_numpy(keys_index).to(device),
+                    target=torch.from_numpy(np.where(rows_valid, rows_index, layout.num_rows).reshape(-1)).to(device),
+                    bias=None if seen is None else bias(seen),
+                )
+            )
+    return _Schedule(tuple(batches), tuple(blocks))
 
 
 def _as_ranges(index: IntArray) -> list[Range]:
@@ -268,21 +291,35 @@ def _as_ranges(index: IntArray) -> list[Range]:
     return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
 
 
-def _own_batches(segments: list[tuple[int, int]], num_rows: int, device: torch.device) -> Iterator[_OwnBatch]:
-    """Group short segments by length, so that little padding is computed."""
-    queue = sorted(segments, key=lambda segment: segment[0] - segment[1])
-    while queue:
-        length = queue[0][1] - queue[0][0]
-        count = rows = 0
-        for begin, end in queue:
-            if length * (count + 1) > _PADDING * (rows + end - begin):
+def _similar(segments: list[tuple[Range, list[Range]]]) -> Iterator[list[tuple[Range, list[Range]]]]:
+    """Group segments by number of rows and keys, so that little padding is computed."""
+
+    def size(segment: tuple[Range, list[Range]]) -> tuple[int, int]:
+        (begin, end), keys = segment
+        return end - begin, sum(stop - start for start, stop in keys)
+
+    queue = sorted(segments, key=size, reverse=True)
+    sizes = [size(segment) for segment in queue]
+    begin = 0
+    while begin < len(queue):
+        end, rows, keys, work = begin, 0, 0, 0
+        while end < len(queue):
+            rows, keys, work = max(rows, sizes[end][0]), max(keys, sizes[end][1]), work + sizes[end][0] * sizes[end][1]
+            if rows * keys * (end + 1 - begin) > _PADDING * work:
                 break
-            count, rows = count + 1, rows + end - begin
-        group, queue = np.array(queue[:count]), queue[count:]
-        index = group[:, :1] + np.arange(length)
-        target = np.where(index < group[:, 1:], index, num_rows).reshape(-1)
-        index = np.minimum(index, group[:, 1:] - 1)
-        yield _OwnBatch(torch.from_numpy(index).to(device), torch.from_numpy(target).to(device))
+            end += 1
+        yield queue[begin:end]
+        begin = end
+
+
+def _padded(ranges: list[list[Range]]) -> tuple[IntArray, NDArray[np.bool_]]:
+    """Indices in each list of ranges, padded on the right with the last one, and which are no padding."""
+    flat = [np.concatenate([np.arange(*one) for one in some]) for some in ranges]
+    lengths = np.array([len(index) for index in flat])
+    place = np.arange(lengths.max())
+    starts = np.cumsum(lengths) - lengths
+    index = np.concatenate(flat)[starts[:, None] + np.minimum(place, lengths[:, None] - 1)]
+    return index, place < lengths[:, None]
 
 
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -313,7 +350,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """One dense attention call: output [batch, heads, rows, value_dim] and float32 log-sum-exp [batch, heads, rows].
 
-    `causal` means that key ``i`` is row ``i``. `bias` is added to the scores.
+    `causal` means that key ``i`` is row ``i``. `bias` [batch, 1, rows, keys] is added to the scores.
     """
     if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -343,7 +380,7 @@ def _attend_by_products(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if bias is not None:
-            scores = scores + bias[row : row + step].float()
+            scores = scores + bias[:, :, None, row : row + step].float()
         if causal:
             rows = torch.arange(row, row + scores.shape[-2], device=scores.device)
             scores = scores.masked_fill(rows[:, None] < torch.arange(num_keys, device=scores.device), -torch.inf)

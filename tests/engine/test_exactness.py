@@ -23,7 +23,7 @@ PATH_OF = {family: path for path, families in TESTED.items() for family in famil
 def test_equals_separate_forwards(family, max_tokens):
     result = measure(family, max_tokens=max_tokens)
     assert result.path == PATH_OF[family]
-    assert result.error <= LIMIT
+    assert max(result.error, result.tree_error, result.decode_error) <= LIMIT
     assert result.spread > 300 * LIMIT, "logits too uniform for the comparison to mean anything"
     if result.path == "packed":
         assert result.computed < 0.35 * result.naive

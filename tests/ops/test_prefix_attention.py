@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gatekern.layout import SegmentLayout, layout_of
 from gatekern.ops.prefix_attention import prefix_attention, prefix_attention_reference, visibility
-from gatekern.planning import SegmentLayout, build_prefix_tree, pack
+from gatekern.planning import build_prefix_tree, build_trie, pack
 
 module = import_module("gatekern.ops.prefix_attention")  # the package exports the function of that name
 
@@ -21,8 +22,16 @@ EPS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 def layouts(seed: int, num_prompts: int, longest: int, budget: int) -> list[SegmentLayout]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 2, rng.integers(1, longest + 1)) for _ in range(num_prompts)]
-    tree = build_prefix_tree(prompts, max_segment=budget, min_saved=int(rng.integers(0, 6)))
-    return [f.layout for f in pack(tree, budget)]
+    trie = build_trie([rng.integers(0, 2, 3).tolist() for _ in range(rng.integers(0, 4))])
+    budget = max(budget, len(trie))
+    tree = build_prefix_tree(prompts, trie=trie, max_segment=budget, min_saved=int(rng.integers(0, 6)))
+    found = []
+    for forward in pack(tree, budget):
+        found.append(forward.layout)
+        for _ in range(3):  # and of a decode below it
+            rows = rng.integers(0, found[-1].num_rows, rng.integers(1, 8))
+            found.append(found[-1].extended(np.sort(rows)))
+    return found
 
 
 def operands(layout: SegmentLayout, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, seed=0):
@@ -88,7 +97,7 @@ def test_low_precision_is_as_exact_as_plain_torch(dtype, window, softcap, dim):
 
 def test_strided_views_as_models_pass_them():
     """Models hand over [1, heads, rows, dim] views; rows-first views of them are strided."""
-    (layout,) = layouts(0, 5, 20, 1000)
+    layout = layouts(0, 5, 20, 1000)[0]
     q, k, v = operands(layout, 4, 2, 16, 16, torch.float32)
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     assert not heads_first[0].is_contiguous()
@@ -98,7 +107,7 @@ def test_strided_views_as_models_pass_them():
 
 
 def test_large_scores_do_not_overflow():
-    (layout,) = layouts(1, 5, 20, 1000)
+    layout = layouts(1, 5, 20, 1000)[0]
     q, k, v = operands(layout, 4, 2, 16, 16, torch.float32)
     out = prefix_attention(q * 100, k * 100, v, layout, scale=1.0, window=4)
     assert torch.isfinite(out).all()
@@ -125,17 +134,17 @@ def test_no_mask_of_all_rows_by_all_keys_is_built(monkeypatch):
     q, k, v = operands(layout, 2, 1, 8, 8, torch.float32)
     prefix_attention(q, k, v, layout, scale=0.3, window=64)
     assert masks
-    assert max(rows for rows, _ in masks) <= 256
-    assert max(keys for _, keys in masks) <= 256 + 64
+    assert max(rows for *_, rows, _ in masks) <= 256
+    assert max(keys for *_, keys in masks) <= 256 + 64
 
 
 def test_visibility_is_the_tree():
-    layout = SegmentLayout(
-        own_offsets=np.array([0, 2, 3]),
-        shared_rows=np.array([[2, 3]]),
-        shared_key_offsets=np.array([0, 1]),
-        shared_keys=np.array([[0, 2]]),
+    layout = layout_of(
+        seen=np.array([[0, 3], [1, 3], [2, 3]]),
         key_positions=np.array([0, 1, 2]),
+        own_offsets=np.array([0, 2, 3]),
+        own=[[(0, 2)], [(2, 3)]],
+        shared=[((2, 3), [(0, 2)])],
     )
     assert visibility(layout).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert visibility(layout, window=2).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
