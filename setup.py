@@ -12,8 +12,14 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 COMMON_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off"]
-HEADERS = ["csrc/cpu_features.h", "csrc/dots.h", "csrc/label_scores.h"]
-BASELINE = ["csrc/binding.cpp", "csrc/cpu_features.cpp", "csrc/label_scores.cpp", "csrc/label_scores_scalar.cpp"]
+HEADERS = ["csrc/cpu_features.h", "csrc/dots.h", "csrc/label_scores.h", "csrc/parse_scores.h"]
+BASELINE = [
+    "csrc/binding.cpp",
+    "csrc/cpu_features.cpp",
+    "csrc/label_scores.cpp",
+    "csrc/label_scores_scalar.cpp",
+    "csrc/parse_scores.cpp",
+]
 # source -> (macro that tells cpu_features.cpp the code is there, flags of that file alone)
 X86_64 = {
     "csrc/label_scores_avx2.cpp": ("GATEKERN_AVX2", ["-mavx2", "-mfma", "-mf16c"]),

@@ -10,6 +10,7 @@
 
 #include "cpu_features.h"
 #include "label_scores.h"
+#include "parse_scores.h"
 
 namespace py = pybind11;
 
@@ -61,6 +62,26 @@ void label_scores(const std::string& isa, uintptr_t hidden, uintptr_t weight, ui
   gatekern::label_scores(params, dots);
 }
 
+void parse_scores(uintptr_t tokens, uintptr_t codes, uintptr_t offsets, uintptr_t table, uintptr_t powers,
+                  uintptr_t floats, uintptr_t values, uintptr_t status, int64_t rows, int64_t columns, int64_t vocab,
+                  int64_t row_stride) {
+  gatekern::ParseScoresParams params;
+  params.tokens = pointer<const int64_t>(tokens);
+  params.codes = pointer<const uint8_t>(codes);
+  params.offsets = pointer<const int32_t>(offsets);
+  params.table = pointer<const int32_t>(table);
+  params.powers = pointer<const int64_t>(powers);
+  params.floats = pointer<const double>(floats);
+  params.values = pointer<float>(values);
+  params.status = pointer<uint8_t>(status);
+  params.rows = rows;
+  params.columns = columns;
+  params.vocab = vocab;
+  params.row_stride = row_stride;
+  py::gil_scoped_release unlocked;
+  gatekern::parse_scores(params);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -72,4 +93,7 @@ PYBIND11_MODULE(_native, module) {
              py::arg("logits"), py::arg("score"), py::arg("rows"), py::arg("width"), py::arg("vocab"),
              py::arg("labels"), py::arg("groups"), py::arg("hidden_stride"), py::arg("weight_stride"),
              py::arg("scale"), py::arg("softcap"));
+  module.def("parse_scores", &parse_scores, py::kw_only(), py::arg("tokens"), py::arg("codes"), py::arg("offsets"),
+             py::arg("table"), py::arg("powers"), py::arg("floats"), py::arg("values"), py::arg("status"),
+             py::arg("rows"), py::arg("columns"), py::arg("vocab"), py::arg("row_stride"));
 }

@@ -8,7 +8,7 @@
 namespace gatekern {
 
 // Raised whenever the meaning of an argument changes, so that Python can refuse a library built from other sources.
-constexpr int kInterfaceVersion = 1;
+constexpr int kInterfaceVersion = 2;
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from gatekern.labels import LabelSet
+    from gatekern.ops.score_grammar import ParseStatus
     from gatekern.prompts import PromptTemplate
+    from gatekern.replies import ReplyScores, parse_scores
     from gatekern.results import ScoreBatch, Status, Usage
     from gatekern.verifier import Verifier, score_batch
 
@@ -37,7 +39,9 @@ _HOME = {
         "UnsupportedModelError",
     ),
     "labels": ("LabelSet",),
+    "ops.score_grammar": ("ParseStatus",),
     "prompts": ("PromptTemplate",),
+    "replies": ("ReplyScores", "parse_scores"),
     "results": ("ScoreBatch", "Status", "Usage"),
     "verifier": ("Verifier", "score_batch"),
 }
@@ -50,7 +54,9 @@ __all__ = [
     "LabelError",
     "LabelSet",
     "NumericError",
+    "ParseStatus",
     "PromptTemplate",
+    "ReplyScores",
     "ScoreBatch",
     "Status",
     "TemplateError",
@@ -58,6 +64,7 @@ __all__ = [
     "Usage",
     "Verifier",
     "__version__",
+    "parse_scores",
     "score_batch",
 ]
 

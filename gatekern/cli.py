@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from gatekern import __version__
-from gatekern.errors import GatekernError
+from gatekern.errors import GatekernError, InputError
 
 if TYPE_CHECKING:
     from gatekern.results import ScoreBatch
@@ -34,6 +34,26 @@ INCOMPLETE = 3  # exit code: the run finished, but some rows have no score
 class Layout(StrEnum):
     paper = "paper"
     fact_last = "fact_last"
+
+
+class Mode(StrEnum):
+    logprob = "logprob"
+    exact = "exact"
+    sample = "sample"
+    adaptive = "adaptive"
+
+
+class Reply(StrEnum):
+    number = "number"
+    text = "text"
+
+
+class Law(StrEnum):
+    unconstrained = "unconstrained"
+    masked = "masked"
+
+
+_OF_MODES: Any = {"rich_help_panel": "Options of the modes", "show_default": False}
 
 
 def _version(wanted: bool) -> None:
@@ -56,12 +76,58 @@ def score(
     model: Annotated[str, typer.Option(help="Hub id, local folder, or .gguf file of a causal language model.")],
     input: Annotated[str, typer.Option(help="JSONL, one object a line with `context` and `fact`; - for stdin.")] = "-",
     output: Annotated[str, typer.Option(help="JSONL, one object a line, in input order; - for stdout.")] = "-",
-    mode: Annotated[str, typer.Option(help="logprob: probability of yes against no, from one forward.")] = "logprob",
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            help="logprob: probability of yes against no. exact: expectation of the model's score from 0.0 to 1.0. "
+            "sample: mean of K replies. adaptive: logprob, then exact for undecided facts."
+        ),
+    ] = Mode.logprob,
     layout: Annotated[
         Layout,
         typer.Option(help="paper: the question follows the fact. fact_last: it precedes the context; faster."),
     ] = Layout.paper,
-    prompt: Annotated[Path | None, typer.Option(help="TOML file with a prompt template of your own.")] = None,
+    prompt: Annotated[
+        Path | None, typer.Option(help="TOML file with your own template of the yes/no question.")
+    ] = None,
+    rating_prompt: Annotated[
+        Path | None, typer.Option(help="TOML file with your own template of the question for a score.")
+    ] = None,
+    k: Annotated[int | None, typer.Option(help="sample: replies to every fact (default 5).", **_OF_MODES)] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="sample, exact, adaptive: of the replies (default 1).", **_OF_MODES)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="sample: nucleus to draw from (default 1).", **_OF_MODES)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="sample: longest reply, tokens (default 8).", **_OF_MODES)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="sample: of the random numbers (default 0).", **_OF_MODES)] = None,
+    min_valid: Annotated[
+        int | None, typer.Option(help="sample: replies that must give a score (default 1).", **_OF_MODES)
+    ] = None,
+    reply: Annotated[
+        Reply | None,
+        typer.Option(
+            help="sample: read a reply's opening number (default), or let it run and read the text.", **_OF_MODES
+        ),
+    ] = None,
+    early_stop: Annotated[
+        bool | None,
+        typer.Option("--early-stop", help="sample: stop once no reply can change the decision.", **_OF_MODES),
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="adaptive, early stop: score from which on a fact is accepted.", **_OF_MODES)
+    ] = None,
+    band: Annotated[
+        float | None, typer.Option(help="adaptive: distance from the threshold that decides.", **_OF_MODES)
+    ] = None,
+    mass: Annotated[float | None, typer.Option(help="adaptive: label mass that decides.", **_OF_MODES)] = None,
+    law: Annotated[
+        Law | None, typer.Option(help="exact, adaptive: the model as it is (default), or masked.", **_OF_MODES)
+    ] = None,
+    distribution: Annotated[
+        bool, typer.Option("--distribution", help="exact, adaptive: write all 101 probabilities.", **_OF_MODES)
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside --model.")] = None,
@@ -72,9 +138,10 @@ def score(
     """Score facts against their contexts.
 
     Each input line is a JSON object with `context` and `fact`; all other keys (an `id`, say) are carried through. Each
-    output line is the input object plus `score` (0 to 1, null without one), `status`, `note`, `label_mass` and one
-    `logit_<label>` per label; input keys of these names are replaced. Contexts may come in any order; rows that share
-    one should be near each other, because sharing works within a chunk.
+    output line is the input object plus `score` (0 to 1, null without one), `status`, `note` and `decided_by`; logprob
+    and adaptive add one `logit_<label>` per label, all but sample `label_mass`, exact and adaptive `std`, sample
+    `samples` and `replies`. Input keys of these names are replaced. Contexts may come in any order; rows that share one
+    should be near each other, because sharing works within a chunk.
 
     Exit code: 0 every row has a score; 3 some have none (see their `status`); 1 the run stopped with an error; 2 usage.
     """
@@ -82,7 +149,28 @@ def score(
     from tqdm import tqdm
 
     from gatekern import prompts
+    from gatekern.modes import mode_options
     from gatekern.verifier import Verifier
+
+    given = {
+        "k": k,
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "min_valid": min_valid,
+        "reply": reply and reply.value,
+        "early_stop": early_stop,
+        "threshold": threshold,
+        "band": band,
+        "mass": mass,
+        "law": law and law.value,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    try:
+        mode_options(mode.value, options)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from None
 
     if input != "-" and output != "-" and Path(input).resolve() == Path(output).resolve():
         raise typer.BadParameter("--output would overwrite --input")
@@ -95,6 +183,7 @@ def score(
             gguf_file=gguf_file,
             layout=layout.value,
             prompt=prompts.load(prompt) if prompt else None,
+            rating_prompt=prompts.load(rating_prompt) if rating_prompt else None,
             backend=backend,
         )
         rows = _rows(source)
@@ -104,7 +193,7 @@ def score(
             tqdm(unit=" facts", file=sys.stderr, disable=quiet) as bar,
         ):
             while batch := list(islice(rows, chunk)):
-                for line in _score_rows(verifier, batch, mode):
+                for line in _score_rows(verifier, batch, mode.value, options, distribution):
                     unscored += line["score"] is None
                     sink.write(_json(line) + "\n")
                 sink.flush()
@@ -166,26 +255,46 @@ def _finite(text: str) -> float:
 _PROBLEM = "\0problem"  # no JSON key of a user collides with it
 
 
-def _score_rows(verifier: Any, rows: list[dict[str, Any]], mode: str) -> Iterator[dict[str, Any]]:
+def _score_rows(
+    verifier: Any, rows: list[dict[str, Any]], mode: str, options: dict[str, Any], distribution: bool
+) -> Iterator[dict[str, Any]]:
     pairs = [(row.get("context"), row.get("fact")) for row in rows if _PROBLEM not in row]
-    result: ScoreBatch = verifier.score_batch(pairs, mode, on_error="report")
+    result: ScoreBatch = verifier.score_batch(pairs, mode, on_error="report", **options)
+    columns = _columns(result, distribution)
     at = 0
     for row in rows:
         problem = row.pop(_PROBLEM, None)
         if problem is not None:
-            empty = {f"logit_{name}": None for name in result.label_names}
-            yield {**row, "score": None, "status": "invalid_input", "note": problem, "label_mass": None, **empty}
+            empty = dict.fromkeys(columns)
+            yield {**row, **empty, "score": None, "status": "invalid_input", "note": problem}
             continue
-        logits = zip(result.label_names, result.label_logits[at].tolist(), strict=True)
-        yield {
-            **row,
-            "score": _number(result.scores[at]),
-            "status": str(result.status[at]),
-            "note": result.notes[at],
-            "label_mass": _number(result.label_mass[at]),
-            **{f"logit_{name}": _number(value) for name, value in logits},
-        }
+        yield {**row, **{name: values[at] for name, values in columns.items()}}
         at += 1
+
+
+def _columns(result: ScoreBatch, distribution: bool) -> dict[str, list[Any]]:
+    """What a result adds to the rows: JSON values by name."""
+    columns: dict[str, list[Any]] = {
+        "score": _numbers(result.scores),
+        "status": [str(status) for status in result.status],
+        "note": list(result.notes),
+        "decided_by": list(result.decided_by),
+    }
+    if result.label_mass is not None:
+        columns["label_mass"] = _numbers(result.label_mass)
+    if result.label_logits is not None:
+        columns |= {
+            f"logit_{name}": _numbers(logits)
+            for name, logits in zip(result.label_names, result.label_logits.T, strict=True)
+        }
+    if result.samples is not None:
+        columns["samples"] = [_numbers(samples) for samples in result.samples]
+        columns["replies"] = [list(replies) for replies in result.replies or ()]
+    if result.distribution is not None:
+        columns["std"] = _numbers(result.distribution.variance**0.5)
+        if distribution:
+            columns["distribution"] = [_numbers(row) for row in result.distribution.probabilities]
+    return columns
 
 
 def _json(line: dict[str, Any]) -> str:
@@ -198,9 +307,9 @@ def _json(line: dict[str, Any]) -> str:
     return text
 
 
-def _number(value: float) -> float | None:
+def _numbers(values: Any) -> list[float | None]:
     """JSON has no NaN."""
-    return None if value != value else float(value)
+    return [None if value != value else value for value in values.tolist()]
 
 
 @contextmanager

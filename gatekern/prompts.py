@@ -69,7 +69,7 @@ _VERIFY_SYSTEM = (
     "You check statements against a source text. The source text is all you know: what it does not say is unsupported."
 )
 _RATE_SYSTEM = (
-    "You rate how well a source text supports a statement. The source text is all you know. "
+    "You rate from 0.0 to 1.0 how well a source text supports a statement. The source text is all you know. "
     "0.0: not supported or contradicted. 0.5: partly supported or unclear. 1.0: stated in full."
 )
 
@@ -94,12 +94,12 @@ TEMPLATES: dict[tuple[str, Layout], PromptTemplate] = {
         system=_RATE_SYSTEM,
         user=(
             "Source text:\n{context}\n\nStatement:\n{fact}\n\n"
-            "How strongly does the source text support the statement? Answer with one number from 0.0 to 1.0."
+            "How well does the source text support the statement? Answer with one decimal number."
         ),
     ),
     ("rate", "fact_last"): PromptTemplate(
         version="rate-fact-last/1",
-        system=f"{_RATE_SYSTEM} Answer with one number from 0.0 to 1.0.",
+        system=f"{_RATE_SYSTEM} Answer with one decimal number.",
         user="Source text:\n{context}\n\nStatement:\n{fact}",
     ),
 }
@@ -207,6 +207,29 @@ class PromptEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of some ids, control tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @property
+    def answer_lead(self) -> str:
+        """White space with which an answer begins: none after a control token, a space or a line break."""
+        tail = self.scaffold[-1]
+        at_start = tail[-1:].isspace() or any(tail.endswith(control) for control in self._control)
+        return "" if at_start else " "
+
+    def token_texts(self, vocab_rows: int) -> list[str | None]:
+        """Text of every token id inside an answer: None for control tokens, nothing for ids without a token."""
+        lead = self._tokenize(["0"])[0].tolist()  # some tokenizers drop the white space of a first token
+        before = self.decode(lead)
+        known = [token for token in set(self._tokenizer.get_vocab().values()) if token < vocab_rows]
+        control = set(self._control.values())
+        texts: list[str | None] = [""] * vocab_rows
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            decoded = backend.decode_batch([[*lead, token] for token in known], skip_special_tokens=False)
+        else:
+            decoded = [self.decode([*lead, token]) for token in known]
+        for token, text in zip(known, decoded, strict=True):
+            texts[token] = None if token in control else text.removeprefix(before)
+        return texts
 
     def vocabulary(self) -> list[int]:
         """Ids of the ordinary (not control) tokens."""

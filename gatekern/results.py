@@ -60,7 +60,7 @@ class ScoreDistribution:
     values : float32 [num_values]
         Scores in [0, 1], ascending.
     probabilities : float32 [num_pairs, num_values]
-        Sum to 1 in each row that has a score; NaN in the others.
+        Sum to `ScoreBatch.label_mass` in each row that has a score (to 1 under the masked law); NaN in the others.
     """
 
     values: FloatArray
@@ -68,14 +68,20 @@ class ScoreDistribution:
 
     @property
     def mean(self) -> FloatArray:
-        """Expected score, float32 [num_pairs]."""
-        return self.probabilities @ self.values
+        """Expected score, given that the reply is one, float32 [num_pairs]."""
+        return np.asarray(self._weights() @ self.values, dtype=np.float32)
 
     @property
     def variance(self) -> FloatArray:
-        """Variance of the score, float32 [num_pairs]."""
-        deviation: FloatArray = self.values - self.mean[:, None]
-        return np.asarray((self.probabilities * deviation**2).sum(axis=1), dtype=np.float32)
+        """Variance of the score, given that the reply is one, float32 [num_pairs]."""
+        weights = self._weights()
+        deviation = self.values - (weights @ self.values)[:, None]
+        return np.asarray((weights * deviation**2).sum(axis=1), dtype=np.float32)
+
+    def _weights(self) -> NDArray[np.float64]:
+        total = self.probabilities.sum(axis=1, keepdims=True, dtype=np.float64)
+        weights = np.full(self.probabilities.shape, np.nan)
+        return np.divide(self.probabilities, total, out=weights, where=total > 0)
 
 
 @dataclass(frozen=True)
@@ -90,35 +96,42 @@ class ScoreBatch:
     notes : tuple of str or None, length num_pairs
         Why a pair has no score, or what was repaired in its text.
     label_names : tuple of str, length num_labels
-        Names of the label groups.
-    label_logits : float32 [num_pairs, num_labels]
+        Names of the label groups; empty in modes that ask for a number.
+    label_logits : float32 [num_pairs, num_labels] or None
         Log-sum-exp of each label group's logits, nats; NaN where there is no score.
-    label_mass : float32 [num_pairs]
-        Probability, over the whole vocabulary, that the next token is one of the labels.
+    label_mass : float32 [num_pairs] or None
+        Probability, over the whole vocabulary, that the model answers as asked: with one of the labels ("logprob"), or
+        with a number from 0 to 1 ("exact"). In "adaptive", of the mode that decided. None in "sample".
     usage : Usage
     backend : str
         What read the labels from hidden states, e.g. ``native-avx512_bf16``, ``triton`` or ``torch``.
     path : str
         How hidden states were computed: ``packed``, ``branched`` or ``full``.
     prompt_version : str
-        Version of the prompt template.
+        Version of the prompt template; of both, joined by "+", in "adaptive".
+    decided_by : tuple of str or None, length num_pairs
+        Mode that gave each score: "logprob", "exact" or "sample"; None for a pair that could not be put to the model.
     samples : float32 [num_pairs, num_samples] or None
-        Parsed replies of a sampling mode, NaN where a reply was no number; None in log-probability mode.
+        Score of each reply in "sample"; NaN where a reply was no score, or was not drawn (`early_stop`).
+    replies : tuple of tuple of str or None, length num_pairs
+        Text of each sample up to where its score was settled; None for one that was not drawn to its end.
     distribution : ScoreDistribution or None
-        None in log-probability mode.
+        Law of the scores that the model would reply with, in "exact"; in "adaptive", of the facts that went there.
     """
 
     scores: FloatArray
     status: tuple[Status, ...]
     notes: tuple[str | None, ...]
     label_names: tuple[str, ...]
-    label_logits: FloatArray
-    label_mass: FloatArray
+    label_logits: FloatArray | None
+    label_mass: FloatArray | None
     usage: Usage
     backend: str
     path: str
     prompt_version: str
+    decided_by: tuple[str | None, ...]
     samples: FloatArray | None = None
+    replies: tuple[tuple[str | None, ...], ...] | None = None
     distribution: ScoreDistribution | None = None
 
     def __len__(self) -> int:
@@ -135,4 +148,6 @@ class ScoreBatch:
         return self._logit("no")
 
     def _logit(self, name: str) -> FloatArray | None:
-        return self.label_logits[:, self.label_names.index(name)] if name in self.label_names else None
+        if self.label_logits is None or name not in self.label_names:
+            return None
+        return self.label_logits[:, self.label_names.index(name)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,18 +12,22 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gatekern import ops
+from gatekern.assembly import Part, assemble, usage_of
+from gatekern.encoding import Batch, Prompts, encode_batch
 from gatekern.engine.backbone import Backbone
 from gatekern.engine.loading import load
 from gatekern.engine.work import Work
-from gatekern.errors import InputError, NumericError
-from gatekern.inputs import CheckedPair, Pair, check_pairs
+from gatekern.errors import InputError
+from gatekern.inputs import Pair, check_pairs
 from gatekern.labels import YES_NO, LabelSet, LabelSpec, resolve_labels
-from gatekern.layout import IntArray
+from gatekern.modes import TASKS, Mode, Options, Task, check_mode, mode_options
+from gatekern.modes.adaptive import AdaptiveOptions, undecided
+from gatekern.modes.exact import ExactOptions, reply_evidence
 from gatekern.modes.logprob import label_evidence
-from gatekern.prompts import NOT_LITERAL, Layout, PromptEncoder, PromptTemplate, template
-from gatekern.results import ScoreBatch, Status, Usage
-
-MODES = ("logprob",)
+from gatekern.modes.sample import SampleOptions, sample_evidence
+from gatekern.prompts import Layout, PromptEncoder, PromptTemplate, template
+from gatekern.reply_table import ReplyTable, reply_table
+from gatekern.results import ScoreBatch, Status
 
 
 class Verifier:
@@ -39,17 +43,20 @@ class Verifier:
     layout : "paper" or "fact_last"
         Built-in prompt layout: the question after the fact, or before the context (far fewer tokens a fact).
     prompt : PromptTemplate, optional
-        Wording of your own (`gatekern.prompts.load` reads one from a file) instead of a built-in layout.
+        Wording of your own (`gatekern.prompts.load` reads one from a file) for the question with labels.
+    rating_prompt : PromptTemplate, optional
+        Wording of your own for the question for a score from 0.0 to 1.0 (modes "exact", "sample" and "adaptive").
     labels : sequence or mapping, optional
         Answer labels; the score is the probability of the first among all. Default ``("yes", "no")``. Give names, or
         names with the words or token ids that count for them.
     backend : "auto", "triton", "native" or "torch"
         Implementation of the operators. An explicit one raises where it cannot run; "auto" picks. "native" is C++ for
-        the label scores; the label mass, which has no C++ form, runs on PyTorch with it.
+        the label scores; masses over the vocabulary, which have no C++ form, run on PyTorch with it, and so does the
+        drawing of tokens with every backend.
     max_tokens_per_forward : int, optional
         Memory bound of one forward, tokens. Default by device and model size.
     min_label_mass : float
-        Below this probability of *any* label, the status is ``low_label_mass``.
+        Below this probability of *any* label (or of any score), the status is ``low_label_mass``.
 
     Raises
     ------
@@ -72,6 +79,7 @@ class Verifier:
         *,
         layout: Layout = "paper",
         prompt: PromptTemplate | None = None,
+        rating_prompt: PromptTemplate | None = None,
         labels: LabelSpec = YES_NO,
         backend: str = "auto",
         max_tokens_per_forward: int | None = None,
@@ -87,8 +95,12 @@ class Verifier:
         self.backbone = Backbone(model, max_tokens=max_tokens_per_forward)
         self.ops_backend = ops.resolved_name("label_scores", backend, self.backbone.head.weight.device)
         self._backend = backend
-        self._encoder = PromptEncoder(tokenizer, prompt or template("verify", layout))
-        self.labels: LabelSet = resolve_labels(self._encoder, labels, self.backbone.head.vocab_rows)
+        self._templates: dict[Task, PromptTemplate] = {
+            "verify": prompt or template("verify", layout),
+            "rate": rating_prompt or template("rate", layout),
+        }
+        self._encoders: dict[Task, PromptEncoder] = {}
+        self.labels: LabelSet = resolve_labels(self._encoder("verify"), labels, self.backbone.head.vocab_rows)
 
     @classmethod
     def from_pretrained(
@@ -100,6 +112,7 @@ class Verifier:
         gguf_file: str | None = None,
         layout: Layout = "paper",
         prompt: PromptTemplate | None = None,
+        rating_prompt: PromptTemplate | None = None,
         labels: LabelSpec = YES_NO,
         backend: str = "auto",
         max_tokens_per_forward: int | None = None,
@@ -129,6 +142,7 @@ class Verifier:
             tokenizer,
             layout=layout,
             prompt=prompt,
+            rating_prompt=rating_prompt,
             labels=labels,
             backend=backend,
             max_tokens_per_forward=max_tokens_per_forward,
@@ -136,19 +150,20 @@ class Verifier:
         )
 
     def encode(self, context: str, fact: str, mode: str = "logprob") -> list[int]:
-        """Exactly the token ids that the model sees for this pair."""
-        _check_mode(mode)
+        """Exactly the token ids that the model sees for this pair (in "adaptive": at first)."""
+        check_mode(mode)
         checked = check_pairs([(context, fact)])[0]
         if checked.text is None:
             raise InputError(checked.note or "")
-        return [int(token) for token in self._encoder.encode_one(*checked.text)]
+        return [int(token) for token in self._encoder(TASKS[mode][0]).encode_one(*checked.text)]
 
     def score_batch(
         self,
         pairs: Iterable[Pair],
-        mode: Literal["logprob"] = "logprob",
+        mode: Mode = "logprob",
         *,
         on_error: Literal["raise", "report"] = "raise",
+        **options: Any,
     ) -> ScoreBatch:
         """Score facts against their contexts.
 
@@ -157,11 +172,18 @@ class Verifier:
         pairs : iterable of (context, fact)
             Any order, any mix of contexts. Prompts that start with the same tokens share them; equal pairs are
             computed once.
-        mode : "logprob"
-            Probability of the first label among the labels, from one forward.
+        mode : "logprob", "exact", "sample" or "adaptive"
+            ``logprob``: probability of the first label among the labels, from one forward. ``exact``: expectation of
+            the score from 0.0 to 1.0 that the model would reply with, from one forward. ``sample``: mean of K such
+            replies. ``adaptive``: ``logprob``, then ``exact`` for the facts that it leaves undecided.
         on_error : "raise" or "report"
             What to do with a pair that cannot be scored: raise before any work, or give it a status and a note and
             score the others.
+        **options
+            Of the mode: the fields of `gatekern.modes.exact.ExactOptions` (``law``, ``temperature``),
+            `gatekern.modes.sample.SampleOptions` (``k``, ``temperature``, ``top_p``, ``max_new_tokens``, ``seed``,
+            ``min_valid``, ``reply``, ``threshold``, ``early_stop``) and `gatekern.modes.adaptive.AdaptiveOptions`
+            (``threshold``, ``band``, ``mass``, and those of ``exact``).
 
         Returns
         -------
@@ -172,101 +194,89 @@ class Verifier:
         ------
         InputError
             A pair is not two strings, its fact is empty, or its prompt is longer than the model's positions (nothing
-            is ever cut). `index` is its position.
+            is ever cut); `index` is its position. Or an option is not one of the mode's, or out of its range.
+        LabelError
+            The tokenizer cannot spell a score after the rating prompt.
         NumericError
             The model gave a logit that is not finite.
         """
-        _check_mode(mode)
+        settings = mode_options(mode, options)
         if on_error not in ("raise", "report"):
             raise InputError(f'on_error must be "raise" or "report", got {on_error!r}')
         work = Work()
-        checked = check_pairs(pairs)
-        status = [Status.OK if pair.text is not None else Status.INVALID_INPUT for pair in checked]
+        batch = Batch.of(check_pairs(pairs))
         with work.stage("encode"):
-            prompts = self._encode(checked, status)
+            every = [self._encode(batch, task, settings) for task in TASKS[mode]]
         if on_error == "raise":
-            _raise_first(checked, status)
-        return self._score(checked, status, prompts, work, on_error)
-
-    def _encode(self, checked: list[CheckedPair], status: list[Status]) -> list[IntArray | None]:
-        """Token ids of every pair that can be scored; the others get their status and note here."""
-        limit = self.backbone.max_prompt_tokens
-        texts = list(dict.fromkeys(pair.text for pair in checked if pair.text is not None))
-        if limit is not None:
-            # A text of this many characters cannot fit, whatever the tokenizer does: do not spend minutes on it.
-            # Four characters may become one by normalisation.
-            fits = 4 * limit * self._encoder.longest_token
-            texts = [text for text in texts if _num_visible(text[0]) + _num_visible(text[1]) <= fits]
-        ids = dict(zip(texts, self._encoder.encode(texts), strict=True))
-        prompts: list[IntArray | None] = []
-        for at, pair in enumerate(checked):
-            prompt, problem = None, None
-            if pair.text is not None and pair.text not in ids:
-                problem = Status.TOO_LONG, self._too_long(f"over {limit:,}")
-            elif pair.text is not None:
-                prompt = ids[pair.text]
-                if prompt is None:
-                    problem = Status.INVALID_INPUT, NOT_LITERAL
-                elif limit is not None and len(prompt) > limit:
-                    problem = Status.TOO_LONG, self._too_long(f"{len(prompt):,}")
-                elif prompt.max() >= self.backbone.embedding_rows:
-                    rows = self.backbone.embedding_rows
-                    problem = (
-                        Status.INVALID_INPUT,
-                        f"token id {prompt.max()} is not among the model's {rows} embeddings",
-                    )
-            if problem is not None:
-                status[at], checked[at], prompt = problem[0], replace(pair, note=problem[1]), None
-            prompts.append(prompt)
-        return prompts
-
-    def _too_long(self, size: str) -> str:
-        limit = self.backbone.max_prompt_tokens
-        return f"the prompt has {size} tokens, the model reads at most {limit:,}: shorten the context or split it"
-
-    def _score(
-        self,
-        checked: list[CheckedPair],
-        status: list[Status],
-        prompts: list[IntArray | None],
-        work: Work,
-        on_error: str,
-    ) -> ScoreBatch:
-        scored = [at for at, prompt in enumerate(prompts) if prompt is not None]
-        logits = np.full((len(checked), len(self.labels.names)), np.nan, dtype=np.float32)
-        scores, mass = (np.full(len(checked), np.nan, dtype=np.float32) for _ in range(2))
-        notes = [pair.note for pair in checked]
-        ready = [prompt for prompt in prompts if prompt is not None]
-        if ready:
-            evidence = label_evidence(self.backbone, ready, self.labels, work, backend=self._backend)
-            logits[scored], scores[scored], mass[scored] = evidence.logits, evidence.scores, evidence.mass
-        for at in scored:
-            if not np.isfinite(scores[at]) or not np.isfinite(mass[at]):
-                notes[at] = "the model's logits are not finite: check its weights and dtype"
-                if on_error == "raise":
-                    raise NumericError(f"item {at}: {notes[at]}", index=at)
-                status[at] = Status.UNPARSED
-                logits[at] = scores[at] = mass[at] = np.nan
-            elif mass[at] < self.min_label_mass:
-                status[at] = Status.LOW_LABEL_MASS
-        return ScoreBatch(
-            scores=scores,
-            status=tuple(status),
-            notes=tuple(notes),
-            label_names=self.labels.names,
-            label_logits=logits,
-            label_mass=mass,
-            usage=Usage(
-                contexts=len({checked[at].text[0] for at in scored}),  # type: ignore[index]
-                prompt_tokens=sum(len(prompt) for prompt in ready),
-                computed_tokens=work.computed_tokens,
-                forwards=work.forwards,
-                seconds=work.seconds,
-            ),
-            backend=self.ops_backend,
+            batch.raise_first()
+        scored = np.nonzero([state is Status.OK for state in batch.status])[0]
+        parts = self._evidence([prompts.of(scored) for prompts in every], settings, work) if len(scored) else []
+        return assemble(
+            batch,
+            parts,
+            settings,
+            usage=usage_of(batch, parts, work),
+            label_names=self.labels.names if "verify" in TASKS[mode] else (),
+            min_label_mass=self.min_label_mass,
+            on_error=on_error,
+            backend=self._backend_of(mode),
             path=self.backbone.path,
-            prompt_version=self._encoder.template.version,
+            prompt_version="+".join(self._encoder(task).template.version for task in TASKS[mode]),
         )
+
+    def _evidence(self, prompts: list[Prompts], settings: Options, work: Work) -> list[Part]:
+        """What the mode finds out, the deciding part last."""
+        first = prompts[0]
+        if isinstance(settings, SampleOptions):
+            args = (first.distinct, self._encoder("rate"), self._replies, work, settings)
+            return [Part("sample", first, sample_evidence(self.backbone, *args))]
+        if isinstance(settings, AdaptiveOptions):
+            labelled = self._labelled(first, work)
+            open_ = first.pairs[undecided(labelled.evidence, settings)[first.index]]
+            return [labelled, self._weighed(prompts[1].of(open_), settings, work)] if len(open_) else [labelled]
+        if isinstance(settings, ExactOptions):
+            return [self._weighed(first, settings, work)]
+        return [self._labelled(first, work)]
+
+    def _labelled(self, prompts: Prompts, work: Work) -> Part:
+        evidence = label_evidence(self.backbone, prompts.distinct, self.labels, work, backend=self._backend)
+        return Part("logprob", prompts, evidence)
+
+    def _weighed(self, prompts: Prompts, settings: ExactOptions, work: Work) -> Part:
+        args = (prompts.distinct, self._replies, work, settings)
+        return Part("exact", prompts, reply_evidence(self.backbone, *args, backend=self._backend))
+
+    def _encode(self, batch: Batch, task: Task, settings: Options) -> Prompts:
+        further = 0
+        if task == "rate":
+            further = (
+                settings.max_new_tokens - 1
+                if isinstance(settings, SampleOptions)
+                else int(self._replies.trie.depths.max())
+            )
+        return encode_batch(
+            batch,
+            self._encoder(task),
+            further=further,
+            max_tokens=self.backbone.max_prompt_tokens,
+            embedding_rows=self.backbone.embedding_rows,
+        )
+
+    def _encoder(self, task: Task) -> PromptEncoder:
+        if task not in self._encoders:
+            self._encoders[task] = PromptEncoder(self.tokenizer, self._templates[task])
+        return self._encoders[task]
+
+    @cached_property
+    def _replies(self) -> ReplyTable:
+        return reply_table(self._encoder("rate"), self.backbone.head.vocab_rows)
+
+    def _backend_of(self, mode: Mode) -> str:
+        """What reads hidden states; there is no C++ form of what `exact` needs, and sampling is PyTorch's."""
+        device = self.backbone.head.weight.device
+        exact = ops.resolved_name("class_lse", "torch" if self._backend == "native" else self._backend, device)
+        names = {"logprob": [self.ops_backend], "exact": [exact], "sample": ["torch"]}
+        return "+".join(dict.fromkeys(names.get(mode, [self.ops_backend, exact])))
 
 
 def score_batch(model: Verifier | str | Path, pairs: Iterable[Pair], **options: Any) -> ScoreBatch:
@@ -282,19 +292,3 @@ def score_batch(model: Verifier | str | Path, pairs: Iterable[Pair], **options: 
     """
     verifier = model if isinstance(model, Verifier) else Verifier.from_pretrained(model)
     return verifier.score_batch(pairs, **options)
-
-
-def _num_visible(text: str) -> int:
-    """Characters that are not white space, which some tokenizers drop."""
-    return sum(map(len, text.split()))
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise InputError(f"mode={mode!r} is not one of {', '.join(MODES)}")
-
-
-def _raise_first(checked: list[CheckedPair], status: list[Status]) -> None:
-    for at, state in enumerate(status):
-        if state is not Status.OK:
-            raise InputError(f"item {at}: {checked[at].note} (on_error='report' scores the others)", index=at)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import gatekern as gk
 from gatekern.cli import INCOMPLETE, app
+from tests.numbers import number_verifier
 
 ROWS = [
     {"id": 7, "context": "Alice lives in Paris.", "fact": "Alice lives in Rome."},
@@ -24,6 +25,16 @@ def model(tmp_path_factory, tiny_verifier) -> str:
     folder = tmp_path_factory.mktemp("model")
     tiny_verifier.model.save_pretrained(folder)
     tiny_verifier.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def number_model(tmp_path_factory) -> str:
+    """A model that often answers with a number; its head has a bias, as that of Phi does."""
+    folder = tmp_path_factory.mktemp("number_model")
+    verifier = number_verifier("phi")
+    verifier.model.save_pretrained(folder)
+    verifier.tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -132,6 +143,71 @@ def test_templates_and_layouts_from_the_command_line(model, tmp_path):
     assert len(set(scores)) == 3
 
 
+@pytest.mark.parametrize(
+    ("mode", "options", "fields"),
+    [
+        ("exact", ["--law", "masked", "--temperature", "0.7"], {"label_mass", "std"}),
+        ("exact", ["--distribution"], {"label_mass", "std", "distribution"}),
+        ("sample", ["--k", "3", "--seed", "2", "--reply", "text", "--max-new-tokens", "4"], {"samples", "replies"}),
+        ("sample", ["--k", "3", "--threshold", "0.7", "--early-stop"], {"samples", "replies"}),
+        (
+            "adaptive",
+            ["--threshold", "0.7", "--band", "0.2", "--mass", "0"],
+            {"label_mass", "std", "logit_yes", "logit_no"},
+        ),
+    ],
+)
+def test_modes_and_their_fields(number_model, mode, options, fields):
+    rows = [*ROWS, {"context": "c", "fact": ""}]
+    result = run("score", "--model", number_model, "--quiet", "--mode", mode, *options, stdin=lines(*rows))
+    assert result.exit_code == INCOMPLETE, result.output
+    out = [json.loads(line) for line in result.stdout.splitlines()]
+    always = {"context", "fact", "score", "status", "note", "decided_by"}
+    for given, row in zip(rows, out, strict=True):
+        assert set(row) == always | set(given) | fields
+    assert out[-1]["score"] is out[-1]["decided_by"] is None
+    modes = {row["decided_by"] for row in out[:-1]}
+    assert modes <= ({"logprob", "exact"} if mode == "adaptive" else {mode})
+
+
+def test_command_line_and_python_agree(number_model):
+    verifier = gk.Verifier.from_pretrained(number_model)
+    pairs = [(row["context"], row["fact"]) for row in ROWS]
+    for mode, arguments, options in (
+        ("exact", ["--temperature", "0.5"], {"temperature": 0.5}),
+        ("sample", ["--k", "7", "--top-p", "0.9", "--min-valid", "2"], {"k": 7, "top_p": 0.9, "min_valid": 2}),
+        ("adaptive", ["--threshold", "0.4"], {"threshold": 0.4}),
+    ):
+        result = run("score", "--model", number_model, "--quiet", "--mode", mode, *arguments, stdin=lines(*ROWS))
+        scores = [json.loads(line)["score"] for line in result.stdout.splitlines()]
+        expected = [None if score != score else score for score in verifier.score_batch(pairs, mode, **options).scores]
+        assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_option_of_another_mode_is_a_usage_error(tmp_path):
+    for arguments, words in (
+        (["--mode", "exact", "--k", "3"], "'k' is not an option of mode='exact'"),
+        (["--k", "3"], "which takes: none"),
+        (["--mode", "adaptive"], "needs threshold"),
+        (["--mode", "sample", "--temperature", "-1"], "temperature must be from 0"),
+        (["--mode", "guess"], "guess"),
+    ):
+        result = run("score", "--model", str(tmp_path), *arguments, stdin="")
+        assert result.exit_code == 2
+        assert words in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_rating_template_of_your_own(number_model, tmp_path):
+    template = tmp_path / "rate.toml"
+    template.write_text('user = "{context} / {fact}: from 0.0 to 1.0?"')
+    arguments = ["score", "--model", number_model, "--quiet", "--mode", "exact"]
+    scores = [
+        json.loads(run(*arguments, *extra, stdin=lines(ROWS[0])).stdout)["score"]
+        for extra in ([], ["--rating-prompt", str(template)])
+    ]
+    assert scores[0] != scores[1]
+
+
 def test_doctor_explains_every_backend():
     result = run("doctor", "--models")
     assert result.exit_code == 0
@@ -141,5 +217,5 @@ def test_doctor_explains_every_backend():
 
 def test_help_teaches():
     text = run("score", "--help").stdout
-    for word in ("context", "fact", "Exit code", "fact_last"):
+    for word in ("context", "fact", "Exit code", "fact_last", "adaptive", "--rating-prompt"):
         assert word in text

@@ -42,7 +42,7 @@ def rendered(encoder: PromptEncoder, context: str = "CTX", fact: str = "FACT") -
 @pytest.mark.parametrize("key", TEMPLATES)
 def test_built_in_templates_keep_the_order_of_their_layout(key):
     text = rendered(PromptEncoder(tiny_tokenizer(), TEMPLATES[key]))
-    question = text.rindex("nswer yes" if key[0] == "verify" else "one number from 0.0 to 1.0")
+    question = text.rindex("nswer yes" if key[0] == "verify" else "one decimal number")
     if key[1] == "paper":
         assert text.index("CTX") < text.index("FACT") < question
     else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from gatekern import ops
@@ -13,21 +13,12 @@ from gatekern.engine.backbone import Backbone
 from gatekern.engine.work import Work
 from gatekern.labels import LabelSet
 from gatekern.layout import IntArray
-from gatekern.results import FloatArray
-
-
-@dataclass(frozen=True)
-class LabelEvidence:
-    """Per prompt: label logits [num_prompts, num_labels] (nats), score and label mass [num_prompts], float32."""
-
-    logits: FloatArray
-    scores: FloatArray
-    mass: FloatArray
+from gatekern.modes.evidence import Evidence
 
 
 def label_evidence(
     backbone: Backbone, prompts: Sequence[IntArray], labels: LabelSet, work: Work, *, backend: str = "auto"
-) -> LabelEvidence:
+) -> Evidence:
     """Read the labels at the end of each prompt.
 
     Parameters
@@ -55,4 +46,10 @@ def label_evidence(
     with work.stage("score"), torch.no_grad():
         logits, scores = ops.label_scores(hidden, head.weight, labels.ids, backend=backend, **terms)
         mass = torch.exp(logits.logsumexp(dim=-1) - ops.vocab_lse(hidden, head.weight, backend=mass_backend, **terms))
-    return LabelEvidence(*(x.float().cpu().numpy() for x in (logits, scores, mass.clamp(max=1.0))))
+    scored, labelled, answered = (x.float().cpu().numpy() for x in (scores, logits, mass.clamp(max=1.0)))
+    return Evidence(
+        scores=scored,
+        finite=np.isfinite(scored) & np.isfinite(answered),
+        mass=answered,
+        label_logits=labelled,
+    )

@@ -3,16 +3,28 @@
 `native` and `triton` hold the kernels, `dispatch` chooses among them.
 """
 
+from gatekern.ops.class_lse import class_lse
 from gatekern.ops.dispatch import backends, resolved_name
+from gatekern.ops.draw_tokens import draw_tokens
 from gatekern.ops.label_scores import LabelScores, label_scores
+from gatekern.ops.parse_scores import ParsedScores, TokenTable, parse_scores, parse_texts, token_table
 from gatekern.ops.prefix_attention import prefix_attention
+from gatekern.ops.score_grammar import ParseStatus
 from gatekern.ops.vocab_lse import vocab_lse
 
 __all__ = [
     "LabelScores",
+    "ParseStatus",
+    "ParsedScores",
+    "TokenTable",
     "backends",
+    "class_lse",
+    "draw_tokens",
     "label_scores",
+    "parse_scores",
+    "parse_texts",
     "prefix_attention",
     "resolved_name",
+    "token_table",
     "vocab_lse",
 ]

@@ -27,7 +27,9 @@ LIBRARY = torch.library.Library("gatekern", "FRAGMENT")  # type: ignore[no-untyp
 FORMS: dict[str, tuple[str, ...]] = {
     "label_scores": ("triton", "native", "torch"),
     "vocab_lse": ("triton", "torch"),
+    "class_lse": ("torch",),
     "prefix_attention": ("torch",),
+    "parse_scores": ("triton", "native", "torch"),
 }
 _BACKENDS = ("triton", "native", "torch")
 _PREFERRED = {"cuda": "triton", "cpu": "native"}

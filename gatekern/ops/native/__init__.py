@@ -20,7 +20,7 @@ from gatekern.errors import BackendError
 
 logger = logging.getLogger("gatekern")
 
-_INTERFACE_VERSION = 1  # kInterfaceVersion in csrc/label_scores.h
+_INTERFACE_VERSION = 2  # kInterfaceVersion in csrc/label_scores.h
 _KNOWN_ISAS = ("scalar", "avx2", "avx512_bf16")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum DType in csrc/label_scores.h
 
@@ -43,12 +43,12 @@ def _load() -> _Loaded:
         )
     except Exception as error:  # a damaged or foreign library: keep the cause, lose only the speed
         reason = f"gatekern._native does not load: {type(error).__name__}: {error}"
-        logger.warning("%s; label scores on the CPU run on PyTorch", reason)
+        logger.warning("%s; operators on the CPU run on PyTorch", reason)
         return _Loaded(None, reason)
     built = module.interface_version
     if built != _INTERFACE_VERSION:
         reason = f"gatekern._native has interface {built}, this version needs {_INTERFACE_VERSION}: reinstall"
-        logger.warning("%s; label scores on the CPU run on PyTorch", reason)
+        logger.warning("%s; operators on the CPU run on PyTorch", reason)
         return _Loaded(None, reason)
     return _Loaded(module, None)
 
@@ -141,3 +141,28 @@ def label_scores(
         softcap=softcap or 0.0,
     )
     return logits, score
+
+
+def parse_scores(
+    tokens: Tensor, codes: Tensor, offsets: Tensor, table: Tensor, powers: Tensor, floats: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call the C++ form of `gatekern.ops.parse_scores` on operands that its caller has checked."""
+    tokens = tokens.to(torch.int64).contiguous()
+    rows, columns = tokens.shape
+    values = torch.empty((rows,), dtype=torch.float32)
+    status = torch.empty((rows,), dtype=torch.uint8)
+    _module().parse_scores(
+        tokens=tokens.data_ptr(),
+        codes=codes.data_ptr(),
+        offsets=offsets.data_ptr(),
+        table=table.data_ptr(),
+        powers=powers.data_ptr(),
+        floats=floats.data_ptr(),
+        values=values.data_ptr(),
+        status=status.data_ptr(),
+        rows=rows,
+        columns=columns,
+        vocab=offsets.shape[0] - 1,
+        row_stride=tokens.stride(0),
+    )
+    return values, status

@@ -49,6 +49,9 @@ _VOCAB_LSE = {
     (4, False): Config(block_rows=64, block_vocab=64, block_width=32, num_warps=4, num_stages=3),
 }
 
+# One row per lane. Small blocks, because a block takes as long as its longest reply.
+PARSE_SCORES = Config(block_rows=32, block_vocab=1, block_width=1, num_warps=1, num_stages=1)
+
 MAX_LABELS = max(block_labels for _, block_labels in _LABEL_SCORES)
 
 
