@@ -81,7 +81,8 @@ class ScoreDistribution:
     def _weights(self) -> NDArray[np.float64]:
         total = self.probabilities.sum(axis=1, keepdims=True, dtype=np.float64)
         weights = np.full(self.probabilities.shape, np.nan)
-        return np.divide(self.probabilities, total, out=weights, where=total > 0)
+        np.divide(self.probabilities, total, out=weights, where=total > 0)
+        return weights
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gatekern as gk
+from gatekern.reply_table import VALUES
 
 pytestmark = pytest.mark.real_model
 
@@ -70,6 +71,52 @@ def test_bfloat16_is_as_exact_as_separate_bfloat16(smollm2, smollm2_path):
     packed = np.abs(half.score_batch(PAIRS).scores - truth)
     separate = np.abs(separate_scores(half, PAIRS) - truth)
     assert packed.max() <= 2 * separate.max() + 0.01
+
+
+def separate_laws(verifier: gk.Verifier, pairs) -> np.ndarray:
+    """Probability of every score, float64 [num_pairs, 101], one whole forward for every beginning of a reply."""
+    table = verifier._replies
+    laws = np.zeros((len(pairs), len(VALUES)))
+    for at, pair in enumerate(pairs):
+        prompt = verifier.encode(*pair, mode="exact")
+        reach = np.zeros(1 + len(table.trie))
+        reach[0] = 1.0
+        for node, path in enumerate(table.trie.paths()):
+            ids = torch.tensor([[*prompt, *path.tolist()]])
+            with torch.no_grad():
+                logits = verifier.model(input_ids=ids, logits_to_keep=1).logits[0, -1]
+            steps = np.bincount(table.classes[node], weights=logits.double().softmax(0).numpy())
+            for cls, mass in enumerate(steps):
+                if (child := table.node_after[node, cls]) >= 0:
+                    reach[child] = reach[node] * mass
+                elif (value := table.value_after[node, cls]) >= 0:
+                    laws[at, value] += reach[node] * mass
+    return laws
+
+
+def test_the_law_of_the_replies_equals_separate_forwards(smollm2, smollm2_path):
+    """In float32 within its rounding; in bfloat16 as near to float32 as separate bfloat16 forwards are."""
+    pairs = PAIRS[:1]
+    truth = separate_laws(smollm2, pairs)
+    result = smollm2.score_batch(pairs, "exact")
+    np.testing.assert_allclose(result.distribution.probabilities, truth, atol=1e-5)
+    np.testing.assert_allclose(result.label_mass, truth.sum(axis=1), atol=1e-5)
+    half = gk.Verifier.from_pretrained(smollm2_path, dtype="bfloat16")
+    packed = np.abs(half.score_batch(pairs, "exact").distribution.probabilities - truth)
+    separate = np.abs(separate_laws(half, pairs) - truth)
+    assert packed.max() <= 2 * separate.max() + 0.01
+
+
+def test_samples_of_a_real_model(smollm2):
+    """Short answers and whole ones; the same alone as among others."""
+    whole = smollm2.score_batch(PAIRS, "sample", k=4, reply="text", max_new_tokens=6, seed=1)
+    alone = smollm2.score_batch(PAIRS[1:2], "sample", k=4, reply="text", max_new_tokens=6, seed=1)
+    assert alone.replies[0] == whole.replies[1]
+    greedy = smollm2.score_batch(PAIRS[:2], "sample", k=1, temperature=0.0, reply="text", max_new_tokens=6)
+    for pair, (reply,) in zip(PAIRS[:2], greedy.replies, strict=True):
+        ids = torch.tensor([smollm2.encode(*pair, mode="sample")])
+        out = smollm2.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        assert smollm2.tokenizer.decode(out[0, ids.shape[1] :]) == reply
 
 
 @pytest.mark.skipif(not WORKLOADS.exists(), reason="the speed workloads are not part of the repository")

@@ -240,8 +240,8 @@ class _Draws:
     @property
     def finite(self) -> NDArray[np.bool_]:
         """Whether every sample of a prompt could be drawn, bool [num_prompts]."""
-        failed: NDArray[np.bool_] = self._failed.reshape(self._shape).any(axis=1)
-        return ~failed
+        drawn: NDArray[np.bool_] = np.all(~self._failed.reshape(self._shape), axis=1)
+        return drawn
 
     @property
     def values(self) -> FloatArray:
