@@ -46,7 +46,7 @@ class OptionalBuildExt(build_ext):
         except Exception as error:  # whatever the tool chain says, the package must still install
             print(
                 f"warning: gatekern: the C++ extension was not built ({type(error).__name__}: {error}). "
-                "The package works without it: label scores on the CPU will run on PyTorch."
+                "The package works without it: its operators on the CPU will run on PyTorch."
             )
 
     def _compile_instruction_sets(self, ext: Extension) -> None:

@@ -23,7 +23,7 @@ from gatekern.ops.score_characters import CUT, STOP, classes_of
 from gatekern.ops.score_grammar import ParseStatus
 
 # Characters that are held as class codes at once; only a longer single text exceeds it.
-_CHUNK = 1 << 24
+_CHUNK = 1 << 22
 
 
 class ParsedScores(NamedTuple):

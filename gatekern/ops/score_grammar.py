@@ -6,8 +6,8 @@ A wrong number is worse than no number: what this grammar does not recognise bec
 point (``.8``, ``1.``: a full stop). A decimal comma follows a single 0 or 1 (``0,85``); a comma and exactly three
 digits separate thousands and are out of range. A number touches no word character (letter, digit of any script,
 ``_``, mark, U+FFFD), on either side and beyond a full stop, and no digit beyond ``, : ' . …`` and their like:
-``v1``, ``0.8x``, ``1_0``, ``0.8.5``, ``10:30``, ``1'000`` are malformed items. A dash is a sign where no number or
-word stands before it; any negative number is out of range.
+``v1``, ``0.8x``, ``1_0``, ``0.8.5``, ``10:30``, ``1'000`` are malformed items, as is a digit behind two points. A dash
+is a sign where no number or word stands before it; any negative number is out of range.
 
 **Item.** A number, or several joined by links, with only spaces and markup (``* _ ` " ' ~ $``) between them:
 
@@ -23,9 +23,10 @@ word stands before it; any negative number is out of range.
 ====================================  ==============================================================================
 
 **Strength.** *Labelled*: after one of the words `LABELS`, with only spaces, newlines, punctuation, the words `FILLERS`
-and the scale between. *Alone*: only spaces and punctuation beside it on its line. *Text*: elsewhere. An integer
-without point, percent sign or denominator is a count in text (``1 claim``, ``1. First``), hence malformed if it is not
-out of range; so is one at the start of a line that a label on an earlier line announces, when words follow it.
+and the scale between. *Alone*: only spaces and punctuation beside it on its line, and no link that leads nowhere.
+*Text*: elsewhere. An integer without point, percent sign or denominator is a count in text (``1 claim``, ``1. First``),
+hence malformed if it is not out of range; so is one at the start of a line that a label on an earlier line announces,
+when words follow it.
 
 **Decision.** The last labelled item decides, whatever it is. Without one, the alone items decide, or else those in
 text: one value if all are equal, ambiguous if they differ or one is ambiguous; items that are out of range or malformed
@@ -356,7 +357,7 @@ def _read_after(s: _State, code: int, percent: bool) -> _Step:
     if code in (HYPHEN, PLUS) or (code == COMMA and s.listed):
         return s._replace(at="link", link="to"), 0
     if LETTER <= code < SPACE and _letter(code) in _LINK_PREFIXES:
-        return s._replace(at=f"word {_letter(code)}"), 0
+        return s._replace(at=f"word {_letter(code)}", listed=False), 0
     return _then(_settle(s), code, percent)
 
 
@@ -405,7 +406,7 @@ def _read_word(s: _State, code: int, percent: bool) -> _Step:
             return s._replace(at="link", link=_LINKS[word]), 0
         s, action = _commit(s)
     if word.endswith(" "):
-        return _then((s, action), code, percent)
+        return _then((s._replace(place="text"), action), code, percent)
     if _is_digit(code):
         return _then((s._replace(at="gap"), action), NUMERAL, percent)
     labelled = word in LABELS or (word in FILLERS and s.place.startswith("labelled"))
@@ -444,7 +445,7 @@ def _read_thinking(s: _State, code: int) -> _Step:
     return s._replace(at=f"thinking {known}"), 0
 
 
-def _end_line(s: _State, code: int, percent: bool) -> _Step:
+def _end_line(s: _State, code: int) -> _Step:
     """Read a newline or the end of the reply."""
     if s.at.startswith("thinking"):
         return (s._replace(at="thinking "), 0) if code == NEWLINE else (_DONE, LABELLED | EMPTY)
@@ -503,7 +504,7 @@ def _step(s: _State, code: int, percent: bool) -> _Step:
             return _start(s, PUSH_INTEGER, code)
         return (s._replace(at="dot"), 0) if code == DOT else _then((s._replace(at="gap", number=""), 0), code, percent)
     if code in (NEWLINE, END, CUT):
-        return _end_line(s, code, percent)
+        return _end_line(s, code)
     if at == "after":
         return _read_after(s, code, percent)
     return _read_gap(s, code, percent)

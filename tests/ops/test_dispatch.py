@@ -54,6 +54,7 @@ def test_import_touches_neither_triton_nor_cuda():
 def test_auto_on_cpu():
     expected = "torch" if native.why_not() else "native"
     assert dispatch.select("label_scores") == expected
+    assert dispatch.select("parse_scores") == expected
     assert dispatch.select("vocab_lse") == "torch"
     assert dispatch.select("label_scores", "auto", "meta") == "torch"
 

@@ -15,6 +15,7 @@ import torch
 
 from gatekern.ops import native
 from gatekern.ops.label_scores import LabelScores, pack_groups
+from gatekern.ops.parse_scores import automaton, token_table
 from tests.head_operands import Head
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,34 @@ def test_a_label_does_not_depend_on_the_labels_beside_it():
         for count in range(1, 12):
             many = run(head, [[token] for token in range(count)], isa)
             assert torch.equal(many.logits[:, 0], run(head, [[0]], isa).logits[:, 0])
+
+
+@needs_native
+def test_the_parser_writes_nothing_outside_its_rows():
+    table, powers, floats = automaton(False, torch.device("cpu"))
+    codes, offsets = token_table(["0.5", "", "x</s>"], [])
+    tokens = torch.tensor([[0, 1, 2], [7, 0, 0], [-5, 0, 0]])  # an id outside the vocabulary ends a row
+    values, status = torch.full((3 + 40,), 12345.0), torch.full((3 + 40,), 99, dtype=torch.uint8)
+    for rows in range(4):
+        native._module().parse_scores(
+            tokens=tokens.data_ptr(),
+            codes=codes.data_ptr(),
+            offsets=offsets.data_ptr(),
+            table=table.data_ptr(),
+            powers=powers.data_ptr(),
+            floats=floats.data_ptr(),
+            values=values[20:].data_ptr(),
+            status=status[20:].data_ptr(),
+            rows=rows,
+            columns=3,
+            vocab=3,
+            row_stride=3,
+        )
+        assert (values[:20] == 12345).all()
+        assert (values[20 + rows :] == 12345).all()
+        assert (status[:20] == 99).all()
+        assert (status[20 + rows :] == 99).all()
+    assert status[20:23].tolist() == [4, 1, 1]
 
 
 def python(code: str, path: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:

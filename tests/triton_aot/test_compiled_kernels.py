@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from gatekern.ops.triton import configs
 from gatekern.ops.triton.label_scores import label_scores_kernel
+from gatekern.ops.triton.parse_scores import parse_scores_kernel
 from gatekern.ops.triton.vocab_lse import row_lse_kernel, tile_lse_kernel
 
 # Ampere, Hopper and Blackwell data-centre parts; then Ada and Blackwell parts, which have 99 KiB of shared memory.
@@ -105,6 +106,27 @@ def test_vocab_lse_rows(compile_kernel, shared_limit, arch):
     used = compile_kernel(row_lse_kernel, TYPES, {"BLOCK": configs.PARTIALS_PER_STEP}, arch, config, UNALIGNED)
     report("vocab_lse rows", "fp32", config, arch, False, used)
     check(used, arch, shared_limit)
+
+
+PARSE_TYPES = {
+    **dict.fromkeys(("rows", "columns", "vocab", "row_stride"), "i32"),
+    **{"tokens": "*i64", "codes": "*u8", "offsets": "*i32", "table": "*i32", "powers": "*i64", "floats": "*fp64"},
+    **{"values": "*fp32", "statuses": "*u8"},
+}
+
+
+@pytest.mark.parametrize("arch", LARGE + SMALL)
+@pytest.mark.parametrize("tokens", ["*i64", "*i32"])
+def test_parse_scores(compile_kernel, shared_limit, tokens, arch):
+    config = configs.PARSE_SCORES
+    types = {**PARSE_TYPES, "tokens": tokens}
+    unaligned = frozenset({"rows", "columns", "vocab", "row_stride"})
+    used = compile_kernel(parse_scores_kernel, types, {"BLOCK_ROWS": config.block_rows}, arch, config, unaligned)
+    report("parse_scores", tokens, config, arch, False, used)
+    check(used, arch, shared_limit)
+    # Rows times their stride are 64-bit; a state times the classes is within the table.
+    products = re.findall(r"arith\.muli (.*) : (tensor<[^>]*>)", used.ttir)
+    assert any("row" in names and product.endswith("xi64>") for names, product in products), products
 
 
 def test_sizes_of_one_compile(compile_kernel):

@@ -16,10 +16,13 @@ pytest.importorskip("triton")
 import torch
 
 from gatekern.ops.label_scores import LabelScores, pack_groups
+from gatekern.ops.parse_scores import automaton, parse_scores_reference, token_table
 from gatekern.ops.triton import vocab_lse as vocab_lse_module
 from gatekern.ops.triton.label_scores import label_scores
+from gatekern.ops.triton.parse_scores import parse_scores
 from gatekern.ops.triton.vocab_lse import vocab_lse
 from tests.head_operands import Head
+from tests.ops.test_parse_scores import CUT, FRAGMENTS, PERCENTAGES, REPLIES
 
 # The interpreter computes in numpy, which warns of log(0) and inf - inf; the policy tests want both.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -143,3 +146,36 @@ def test_vocab_lse_walks_several_bands_and_steps(monkeypatch):
 def test_vocab_lse_policy(bias, expected):
     result = vocab_lse(torch.zeros(2, 5), torch.zeros(200, 5), torch.tensor(bias), None, 1.0)
     torch.testing.assert_close(result, torch.tensor([expected] * 2), rtol=1e-6, atol=0, equal_nan=True)
+
+
+def check_parse_scores(tokens: torch.Tensor, table, percent: bool) -> None:
+    values, status = parse_scores(tokens, *table, *automaton(percent, tokens.device))
+    expected = parse_scores_reference(tokens, *table, percent)
+    assert torch.equal(status, expected.status)
+    assert torch.equal(values.view(torch.int32), expected.values.view(torch.int32))
+
+
+@pytest.mark.parametrize("percent", [False, True])
+@pytest.mark.parametrize("end", [-1, 1])
+def test_parse_scores_character_by_character(percent, end):
+    texts = [text for text, _ in REPLIES + PERCENTAGES + CUT] + [
+        "0." + "3" * 40,
+        "0." + "0" * 40 + "7",
+        "8e-9999999999",
+    ]
+    vocabulary = ["", "</s>", *dict.fromkeys("".join(texts))]
+    number = {character: token for token, character in enumerate(vocabulary)}
+    rows = [[number[character] for character in text] + [end] for text in texts]
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    check_parse_scores(tokens, token_table(vocabulary, [1]), percent)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 3), (1, 1), (3, 0), (33, 4), (65, 12)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_parse_scores_random_tokens(rows, columns, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    vocabulary = [*FRAGMENTS, "", "</s>"]
+    tokens = torch.randint(-1, len(vocabulary) + 1, (columns, rows * 2), generator=generator, dtype=dtype)
+    # An id outside the vocabulary is padding where looking for it would stall the device.
+    check_parse_scores(tokens.T[::2], token_table(vocabulary, [len(vocabulary) - 1]), percent=True)
