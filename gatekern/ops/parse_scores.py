@@ -19,6 +19,7 @@ from torch import Tensor
 from gatekern.errors import InputError
 from gatekern.ops import dispatch, native
 from gatekern.ops import score_grammar as grammar
+from gatekern.ops.score_automaton import tables
 from gatekern.ops.score_characters import CUT, STOP, classes_of
 from gatekern.ops.score_grammar import ParseStatus
 
@@ -218,7 +219,7 @@ def automaton(percent: bool, device: torch.device) -> tuple[Tensor, Tensor, Tens
     powers = [10**places for places in range(grammar.MAX_DIGITS + 2)]
     floats = [float(10**places) for places in range(grammar.MAX_PLACES + 1)]
     return (
-        torch.tensor(grammar.tables(percent), device=device),
+        torch.tensor(tables(percent), device=device),
         torch.tensor(powers, dtype=torch.int64, device=device),
         torch.tensor(floats, dtype=torch.float64, device=device),
     )

@@ -188,6 +188,9 @@ class _Reader:
             return ("over" if link.group() == "/" else "to"), k + 1
         if listed and self.match(",", k):
             return "to", k + 1
+        if self.match("=", k):
+            item.kind = "scale"  # the legend of one
+            return "", k + 1
         if link := _LINK_WORD.match(self.text, k):
             word = link[1].lower()
             return "word " + ("over" if word.startswith("out") else "of" if word == "of" else "to"), link.end()

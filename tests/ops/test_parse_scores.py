@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import gatekern
 from gatekern.errors import BackendError, InputError
 from gatekern.ops import ParseStatus, native, parse_scores, parse_texts, token_table
+from gatekern.ops.score_automaton import tables
 from gatekern.ops.score_characters import classes_of
-from gatekern.ops.score_grammar import tables
 from tests.ops.slow_parser import slow_parse
 
 NO_NUMBER, AMBIGUOUS, OUT_OF_RANGE = ParseStatus.NO_NUMBER, ParseStatus.AMBIGUOUS, ParseStatus.OUT_OF_RANGE
@@ -74,6 +74,10 @@ REPLIES = [
     ("There are 3 claims, 2 hold. Score: 0.7", 0.7),
     ("2 of 10 words differ\n0.9", 0.9),
     ("Score: 8", OUT_OF_RANGE),
+    ("Score (0 = no, 1 = yes): 0.7", 0.7),
+    ("0.0 = no, 0.5 = in part, 1.0 = yes. Score = 0.9", 0.9),
+    ("0.7 = good", NO_NUMBER),
+    ("Score: 0.2-0.4 = low; 0.6", 0.6),
     ("Score (0.0-1.0): 0.7", 0.7),
     ("On a scale of 0 to 1 I say 0.6", 0.6),
     ("0.7-0.8", AMBIGUOUS),
