@@ -2,8 +2,8 @@
 
 ``python -m pytest benchmarks/latency/bench_modes.py`` (about half an hour on two cores) prints the table. The peer is
 what people do: ``generate(num_return_sequences=K)`` for every fact, each reply decoded and read. It scores every n-th
-fact only; facts per second are compared, and ratios are medians over rounds. Log-probability scoring runs in every round
-too, for the cost of a mode relative to it.
+fact only; facts per second are compared, and ratios are medians over rounds. Log-probability scoring runs in every
+round too, for the cost of a mode relative to it.
 
 Before anything is timed, greedy replies of the two have to be the same, token by token.
 """

@@ -1,8 +1,8 @@
 """What `band` of adaptive mode costs and what it keeps, on labelled facts.
 
-``python -m benchmarks.quality.adaptive_band --model M --pairs facts.jsonl`` with lines of ``context``, ``fact`` and ``label``
-(1 supported, 0 not) prints one row a band: the share of facts that go on to `exact`, how many decisions then differ from
-those of `exact` for every fact, and accuracy against the labels.
+``python -m benchmarks.quality.adaptive_band --model M --pairs facts.jsonl`` with lines of ``context``, ``fact`` and
+``label`` (1 supported, 0 not) prints one row a band: the share of facts that go on to `exact`, how many decisions then
+differ from those of `exact` for every fact, and accuracy against the labels.
 """
 
 from __future__ import annotations
