@@ -42,36 +42,6 @@ The grammar is a finite automaton over classes of characters: `gatekern.ops.scor
 enumerates its states into one array, so the forms hold no rule. They hold the registers and what the bits of an action
 do to them, in this order:
 
-==============  ==============================================================================
-``80%``, ``80 %``, ``80 percent``     a hundredth of the number where percentages are allowed, else malformed
-``8/10``, ``8 out of 10``             the quotient, if the denominator is 1, 5, 10 or 100; else malformed
-``3 of 4``, ``1/2/2024``              malformed: a count, a date
-``0.7-0.8``, ``0.3 or 0.5``           ambiguous; links are dashes, ``+``, ``to``, ``or``, ``and``, a comma between
-                                      decimals without a space, and any comma after an opening bracket
-``0-1``, ``0.0 to 1.0``, ``[0, 1]``   the scale itself: no item
-``0 = no``                            the legend of a scale: no item
-``2024-05-06``                        malformed: joined by two hyphens without spaces
-``< 0.5``, ``≥ 0.8``                  ambiguous: a bound. A ``>`` after a space counts, except first on its line
-====================================  ==============================================================================
-
-**Strength.** *Labelled*: after one of the words `LABELS`, with only spaces, newlines, punctuation, the words `FILLERS`
-and the scale between. *Alone*: only spaces and punctuation beside it on its line, and no link that leads nowhere.
-*Text*: elsewhere. An integer without point, percent sign or denominator is a count in text (``1 claim``, ``1. First``),
-hence malformed if it is not out of range; so is one at the start of a line that a label on an earlier line announces,
-when words follow it.
-
-**Decision.** The last labelled item decides, whatever it is. Without one, the alone items decide, or else those in
-text: one value if all are equal, ambiguous if they differ or one is ambiguous; items that are out of range or malformed
-count only where there is no other. Nothing at all is `NO_NUMBER`.
-
-**Thinking.** ``</think>`` discards all before it. A ``<think>`` that is not closed leaves `NO_NUMBER`.
-
-**End.** A reply that was cut (no stop token, or `complete=False`) is `INCOMPLETE` if more characters could continue its
-last number, sign or link, a tag, or its thinking. A space after a number ends it.
-
-The grammar is a finite automaton over classes of characters: `gatekern.ops.score_automaton` steps through it and
-enumerates its states into one array, so the forms hold no rule. They hold the registers and what the bits of an action do to them, in this order:
-
 ==============  ======================================================================================================
 `FORGET`        back to the initial registers
 commit          (`STRENGTH`, `READING`) the pending item joins the best ones so far
