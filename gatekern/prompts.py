@@ -93,8 +93,8 @@ TEMPLATES: dict[tuple[str, Layout], PromptTemplate] = {
         version="rate-paper/1",
         system=_RATE_SYSTEM,
         user=(
-            "Source text:\n{context}\n\nStatement:\n{fact}\n\n"
-            "How well does the source text support the statement? Answer with one decimal number."
+            # Eight tokens for every fact: the scale is explained once, before the context.
+            "Source text:\n{context}\n\nStatement:\n{fact}\n\nRate the support with one decimal number."
         ),
     ),
     ("rate", "fact_last"): PromptTemplate(
