@@ -12,7 +12,15 @@ from gatekern.engine.backbone import Backbone
 from gatekern.engine.support import TESTED, support_matrix
 from gatekern.engine.work import Work
 from gatekern.errors import BackendError, InputError, UnsupportedModelError
-from tests.exactness import LIMIT, logits_of, measure, prompts_of_unequal_length, separate_logits
+from tests.exactness import (
+    LIMIT,
+    TRIE,
+    decoded_logits,
+    logits_of,
+    measure,
+    prompts_of_unequal_length,
+    separate_logits,
+)
 from tests.families import FAMILIES, tiny_config, tiny_model
 
 PATH_OF = {family: path for path, families in TESTED.items() for family in families}
@@ -122,6 +130,13 @@ def test_angles_that_depend_on_the_longest_prompt_never_mix(family, rope):
         assert (logits_of(backbone, prompts) - truth).abs().max() <= LIMIT
         shuffled = logits_of(backbone, [prompts[at] for at in order])
         assert (shuffled - truth[order]).abs().max() <= LIMIT
+
+    # What follows a prompt counts: a reply may cross the switch that its prompt does not.
+    texts = [np.concatenate([prompt, path]) for prompt in prompts for path in TRIE.paths()]
+    below = torch.cat([alone(text) for text in texts]).view(len(prompts), 1 + len(TRIE), -1)
+    assert any(len(prompt) <= 40 < len(prompt) + 3 for prompt in prompts)
+    assert (logits_of(backbone, prompts, trie=TRIE) - below).abs().max() <= LIMIT
+    assert (decoded_logits(backbone, prompts, TRIE) - below).abs().max() <= LIMIT
 
 
 def test_yarn_and_llama3_angles_are_static():

@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 import gatekern as gk
+from gatekern import ops
 from gatekern.ops.parse_scores import parse_texts
 from gatekern.ops.score_grammar import ParseStatus
 from gatekern.reply_table import INVALID, OPEN
@@ -196,6 +197,18 @@ def test_result_fields():
     assert result.backend == "torch"
     for array in (result.scores, result.label_mass, result.distribution.probabilities, result.distribution.values):
         assert array.dtype == np.float32
+
+
+@pytest.mark.parametrize("mode", ["exact", "sample", "adaptive"])
+def test_backends(mode):
+    """An explicit backend runs, with PyTorch where it has no form of its own, or raises."""
+    options = {"threshold": 0.5} if mode == "adaptive" else {}
+    scores = [number_verifier(backend=backend).score_batch(PAIRS, mode, **options) for backend in ("torch", "auto")]
+    np.testing.assert_allclose(scores[0].scores, scores[1].scores, atol=1e-5)
+    if ops.native.why_not() is None:
+        native = number_verifier(backend="native").score_batch(PAIRS, mode, **options)
+        np.testing.assert_allclose(native.scores, scores[0].scores, atol=1e-5)
+        assert native.backend.endswith("torch")
 
 
 def test_low_mass_is_a_status_and_keeps_the_score():
