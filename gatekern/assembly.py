@@ -13,6 +13,7 @@ from gatekern.engine.work import Work
 from gatekern.errors import NumericError
 from gatekern.modes import Mode, Options
 from gatekern.modes.evidence import Evidence
+from gatekern.modes.exact import ExactOptions
 from gatekern.modes.sample import SampleOptions
 from gatekern.reply_table import VALUES
 from gatekern.results import FloatArray, ScoreBatch, ScoreDistribution, Status, Usage
@@ -59,41 +60,40 @@ def assemble(
     """
     size = len(batch.pairs)
 
-    def aligned(name: str, width: int | None = None) -> FloatArray | None:
-        """A field of the evidence by pair, NaN where there is none; None if no part could have it."""
-        found = [part for part in parts if getattr(part.evidence, name) is not None]
-        if not found and width is None:
-            return None
-        shape = (size, *getattr(found[0].evidence, name).shape[1:]) if found else (size, *([width] if width else []))
-        values = np.full(shape, np.nan, dtype=np.float32)
-        for part in found:
-            values[part.prompts.pairs] = getattr(part.evidence, name)[part.prompts.index]
+    def aligned(name: str, *shape: int) -> FloatArray:
+        """A field of the evidence by pair, NaN where there is none."""
+        values = np.full((size, *shape), np.nan, dtype=np.float32)
+        for part in parts:
+            found: FloatArray | None = getattr(part.evidence, name)
+            if found is not None:
+                values[part.prompts.pairs] = found[part.prompts.index]
         return values
 
-    scores, mass = aligned("scores", 0), aligned("mass")
+    sampled, weighed = isinstance(settings, SampleOptions), isinstance(settings, ExactOptions)
+    scores = aligned("scores")
+    mass = None if sampled else aligned("mass")
     label_logits = aligned("label_logits", len(label_names)) if label_names else None
-    samples, probabilities = aligned("samples"), aligned("probabilities")
-    assert scores is not None
-
-    replies: list[tuple[str | None, ...]] = [()] * size
+    samples = aligned("samples", settings.k) if isinstance(settings, SampleOptions) else None
+    probabilities = aligned("probabilities", len(VALUES)) if weighed else None
+    replies: list[tuple[str | None, ...] | None] = [None] * size
     decided_by: list[str | None] = [None] * size
     for part in parts:
-        finite = part.evidence.finite
         for at, prompt in zip(part.prompts.pairs.tolist(), part.prompts.index.tolist(), strict=True):
             decided_by[at] = part.mode
             if part.evidence.replies is not None:
                 replies[at] = tuple(part.evidence.replies[prompt])
-            if not finite[prompt]:
+            if not part.evidence.finite[prompt]:
                 batch.fail(at, Status.UNPARSED, "the model's logits are not finite: check its weights and dtype")
                 if on_error == "raise":
                     raise NumericError(f"item {at}: {batch.pairs[at].note}", index=at)
                 for values in (scores, mass, label_logits, samples, probabilities):
                     if values is not None:
                         values[at] = np.nan
-            elif np.isnan(scores[at]):
-                batch.fail(at, Status.UNPARSED, _why_unparsed(settings, replies[at]))
-            elif part is parts[-1] and mass is not None and mass[at] < min_label_mass:
-                batch.status[at] = Status.LOW_LABEL_MASS
+    for at in np.nonzero([state is Status.OK for state in batch.status])[0].tolist():
+        if np.isnan(scores[at]):
+            batch.fail(at, Status.UNPARSED, _why_unparsed(settings, replies[at] or ()))
+        elif mass is not None and mass[at] < min_label_mass:
+            batch.status[at] = Status.LOW_LABEL_MASS
     return ScoreBatch(
         scores=scores,
         status=tuple(batch.status),
@@ -104,7 +104,7 @@ def assemble(
         usage=usage,
         decided_by=tuple(decided_by),
         samples=samples,
-        replies=None if samples is None else tuple(replies),
+        replies=tuple(replies) if sampled else None,
         distribution=None if probabilities is None else ScoreDistribution(VALUES, probabilities),
         **fields,
     )

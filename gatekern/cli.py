@@ -167,6 +167,8 @@ def score(
         "law": law and law.value,
     }
     options = {name: value for name, value in given.items() if value is not None}
+    if distribution and mode not in (Mode.exact, Mode.adaptive):
+        raise typer.BadParameter(f"--distribution is not an option of --mode {mode.value}")
     try:
         mode_options(mode.value, options)
     except InputError as error:
@@ -274,6 +276,8 @@ def _score_rows(
 
 def _columns(result: ScoreBatch, distribution: bool) -> dict[str, list[Any]]:
     """What a result adds to the rows: JSON values by name."""
+    import numpy as np
+
     columns: dict[str, list[Any]] = {
         "score": _numbers(result.scores),
         "status": [str(status) for status in result.status],
@@ -288,12 +292,14 @@ def _columns(result: ScoreBatch, distribution: bool) -> dict[str, list[Any]]:
             for name, logits in zip(result.label_names, result.label_logits.T, strict=True)
         }
     if result.samples is not None:
-        columns["samples"] = [_numbers(samples) for samples in result.samples]
-        columns["replies"] = [list(replies) for replies in result.replies or ()]
+        drawn = [replies is not None for replies in result.replies or ()]
+        columns["samples"] = [_numbers(row) if one else None for row, one in zip(result.samples, drawn, strict=True)]
+        columns["replies"] = list(result.replies or ())
     if result.distribution is not None:
         columns["std"] = _numbers(result.distribution.variance**0.5)
         if distribution:
-            columns["distribution"] = [_numbers(row) for row in result.distribution.probabilities]
+            rows = result.distribution.probabilities
+            columns["distribution"] = [None if np.isnan(row).all() else _numbers(row) for row in rows]
     return columns
 
 

@@ -87,12 +87,23 @@ def reply_table(encoder: PromptEncoder, vocab_rows: int) -> ReplyTable:
     Raises
     ------
     LabelError
-        The tokenizer merges the first digit of a reply with the end of the prompt.
+        The tokenizer merges the first digit of a reply with the end of the prompt, or has no tokens that spell scores.
     """
     texts = encoder.token_texts(vocab_rows)
     next_state = np.stack([_after(text, texts) for text in OPEN])
-    trie, states = _spellings(encoder)
-    return _with_classes(next_state, trie, states)
+    spelled = _spellings(encoder)
+    trie = build_trie(list(spelled.values()))
+    states: dict[tuple[int, ...], int] = {(): 0}
+    for path in map(tuple, (path.tolist() for path in trie.paths()[1:])):
+        above = states[path[:-1]]
+        states[path] = int(next_state[above, path[-1]]) if above < _FIRST_VALUE else INVALID
+    for text, path in spelled.items():
+        if states[path] != OPEN.index(text):
+            raise LabelError(
+                f"this tokenizer cannot spell scores: the tokens of {text!r} read as "
+                f"{[texts[token] for token in path]}; mode='logprob' needs no numbers"
+            )
+    return _with_classes(next_state, trie, np.array(list(states.values()), dtype=np.int64))
 
 
 _NUMERIC = re.compile(r"\s*[0-9.,]*")
@@ -130,22 +141,19 @@ def _normal(reply: str) -> str:
     return "0" + number if number.startswith(".") and number != "." else number
 
 
-def _spellings(encoder: PromptEncoder) -> tuple[TokenTrie, IntArray]:
-    """Trie of the open states' tokens after the prompt, and the state of each node."""
+def _spellings(encoder: PromptEncoder) -> dict[str, tuple[int, ...]]:
+    """Tokens in which each open state is spelled after the prompt."""
     prompt = encoder.encode_one("a", "a")
-    state_of: dict[tuple[int, ...], int] = {}
+    spelled = {}
     for text in _SPELLED:
         joint = encoder.encode_one("a", "a", answer=encoder.answer_lead + text)
         if not np.array_equal(joint[: len(prompt)], prompt) or len(joint) == len(prompt):
             raise LabelError(
                 f"the tokenizer merges the reply {text!r} with the end of the prompt; end the template's answer_prefix "
-                "with a line break"
+                "without a space, or with a line break"
             )
-        state_of[tuple(joint[len(prompt) :].tolist())] = OPEN.index(text)
-    trie = build_trie(list(state_of))
-    # A node that spells no state is white space before the number.
-    states = [state_of.get(tuple(path.tolist()), 0) for path in trie.paths()]
-    return trie, np.array(states, dtype=np.int64)
+        spelled[text] = tuple(joint[len(prompt) :].tolist())
+    return spelled
 
 
 def _with_classes(next_state: NDArray[np.uint8], trie: TokenTrie, states: IntArray) -> ReplyTable:

@@ -99,7 +99,7 @@ class ScoreBatch:
     label_names : tuple of str, length num_labels
         Names of the label groups; empty in modes that ask for a number.
     label_logits : float32 [num_pairs, num_labels] or None
-        Log-sum-exp of each label group's logits, nats; NaN where there is no score.
+        Log-sum-exp of each label group's logits, nats; NaN where no labels were read. None in "exact" and "sample".
     label_mass : float32 [num_pairs] or None
         Probability, over the whole vocabulary, that the model answers as asked: with one of the labels ("logprob"), or
         with a number from 0 to 1 ("exact"). In "adaptive", of the mode that decided. None in "sample".
@@ -114,8 +114,9 @@ class ScoreBatch:
         Mode that gave each score: "logprob", "exact" or "sample"; None for a pair that could not be put to the model.
     samples : float32 [num_pairs, num_samples] or None
         Score of each reply in "sample"; NaN where a reply was no score, or was not drawn (`early_stop`).
-    replies : tuple of tuple of str or None, length num_pairs
-        Text of each sample up to where its score was settled; None for one that was not drawn to its end.
+    replies : tuple of (tuple of str or None) or None, length num_pairs
+        Text of each sample up to where its score was settled; None for one that was not drawn to its end, and for a
+        pair that could not be put to the model.
     distribution : ScoreDistribution or None
         Law of the scores that the model would reply with, in "exact"; in "adaptive", of the facts that went there.
     """
@@ -132,7 +133,7 @@ class ScoreBatch:
     prompt_version: str
     decided_by: tuple[str | None, ...]
     samples: FloatArray | None = None
-    replies: tuple[tuple[str | None, ...], ...] | None = None
+    replies: tuple[tuple[str | None, ...] | None, ...] | None = None
     distribution: ScoreDistribution | None = None
 
     def __len__(self) -> int:

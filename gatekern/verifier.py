@@ -24,7 +24,8 @@ from gatekern.modes import TASKS, Mode, Options, Task, check_mode, mode_options
 from gatekern.modes.adaptive import AdaptiveOptions, undecided
 from gatekern.modes.exact import ExactOptions, reply_evidence
 from gatekern.modes.logprob import label_evidence
-from gatekern.modes.sample import SampleOptions, sample_evidence
+from gatekern.modes.sample import SampleOptions, TextReader, sample_evidence
+from gatekern.ops import dispatch
 from gatekern.prompts import Layout, PromptEncoder, PromptTemplate, template
 from gatekern.reply_table import ReplyTable, reply_table
 from gatekern.results import ScoreBatch, Status
@@ -50,9 +51,9 @@ class Verifier:
         Answer labels; the score is the probability of the first among all. Default ``("yes", "no")``. Give names, or
         names with the words or token ids that count for them.
     backend : "auto", "triton", "native" or "torch"
-        Implementation of the operators. An explicit one raises where it cannot run; "auto" picks. "native" is C++ for
-        the label scores; masses over the vocabulary, which have no C++ form, run on PyTorch with it, and so does the
-        drawing of tokens with every backend.
+        Implementation of the operators. An explicit one raises where it cannot run; "auto" picks. What has no form of a
+        backend runs on PyTorch with it: masses over the vocabulary with "native", those by class and the drawing of
+        tokens with every one.
     max_tokens_per_forward : int, optional
         Memory bound of one forward, tokens. Default by device and model size.
     min_label_mass : float
@@ -228,7 +229,8 @@ class Verifier:
         """What the mode finds out, the deciding part last."""
         first = prompts[0]
         if isinstance(settings, SampleOptions):
-            args = (first.distinct, self._encoder("rate"), self._replies, work, settings)
+            reader = self._replies if settings.reply == "number" else self._texts
+            args = (first.distinct, self._encoder("rate"), reader, work, settings)
             return [Part("sample", first, sample_evidence(self.backbone, *args))]
         if isinstance(settings, AdaptiveOptions):
             labelled = self._labelled(first, work)
@@ -254,11 +256,14 @@ class Verifier:
                 if isinstance(settings, SampleOptions)
                 else int(self._replies.trie.depths.max())
             )
+        limit = self.backbone.max_prompt_tokens
+        if limit is not None and further >= limit:
+            raise InputError(f"an answer of {further + 1:,} tokens leaves no room for a prompt in {limit:,} positions")
         return encode_batch(
             batch,
             self._encoder(task),
             further=further,
-            max_tokens=self.backbone.max_prompt_tokens,
+            max_tokens=limit,
             embedding_rows=self.backbone.embedding_rows,
         )
 
@@ -271,12 +276,23 @@ class Verifier:
     def _replies(self) -> ReplyTable:
         return reply_table(self._encoder("rate"), self.backbone.head.vocab_rows)
 
+    @cached_property
+    def _texts(self) -> TextReader:
+        """How replies that run to their end are read: where they end is the model's matter, as in `generate`."""
+        ends = {self.tokenizer.eos_token_id}
+        configured = getattr(self.model.generation_config, "eos_token_id", None)
+        ends.update(configured if isinstance(configured, (list, tuple)) else [configured])
+        return TextReader(self._encoder("rate"), self.backbone.head.vocab_rows, ends - {None})
+
     def _backend_of(self, mode: Mode) -> str:
-        """What reads hidden states; there is no C++ form of what `exact` needs, and sampling is PyTorch's."""
-        device = self.backbone.head.weight.device
-        exact = ops.resolved_name("class_lse", "torch" if self._backend == "native" else self._backend, device)
-        names = {"logprob": [self.ops_backend], "exact": [exact], "sample": ["torch"]}
-        return "+".join(dict.fromkeys(names.get(mode, [self.ops_backend, exact])))
+        """What reads hidden states in a mode."""
+        if mode == "logprob":
+            return self.ops_backend
+        if mode == "sample":
+            return "torch"
+        form = dispatch.with_form("class_lse", self._backend)
+        exact = ops.resolved_name("class_lse", form, self.backbone.head.weight.device)
+        return exact if mode == "exact" else "+".join(dict.fromkeys([self.ops_backend, exact]))
 
 
 def score_batch(model: Verifier | str | Path, pairs: Iterable[Pair], **options: Any) -> ScoreBatch:

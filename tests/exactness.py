@@ -75,9 +75,9 @@ def decoded_logits(backbone: Backbone, prompts: list[IntArray], trie: TokenTrie)
     hidden: dict[tuple[int, int], Tensor] = {}
     for index, continuation in backbone.continuations(prompts, Work(), 3):
         level = [(at, -1) for at in range(len(index))]  # a prompt of the group, and the node reached
-        rows = continuation.hidden
+        decode = continuation.start()
         while level:
-            hidden |= {(int(index[at]), node): row for (at, node), row in zip(level, rows, strict=True)}
+            hidden |= {(int(index[at]), node): row for (at, node), row in zip(level, decode.hidden, strict=True)}
             steps = [
                 (row, at, child)
                 for row, (at, node) in enumerate(level)
@@ -85,7 +85,7 @@ def decoded_logits(backbone: Backbone, prompts: list[IntArray], trie: TokenTrie)
             ]
             if steps:
                 parents, _, children = (np.array(column) for column in zip(*steps, strict=True))
-                rows = continuation.extend(parents, trie.tokens[children])
+                decode.extend(parents, trie.tokens[children])
             level = [(at, child) for _, at, child in steps]
     every = [hidden[at, node] for at in range(len(prompts)) for node in range(-1, len(trie))]
     return _logits(backbone, torch.stack(every).unflatten(0, (len(prompts), 1 + len(trie))))

@@ -189,7 +189,7 @@ def test_an_option_of_another_mode_is_a_usage_error(tmp_path):
         (["--mode", "exact", "--k", "3"], "'k' is not an option of mode='exact'"),
         (["--k", "3"], "which takes: none"),
         (["--mode", "adaptive"], "needs threshold"),
-        (["--mode", "sample", "--temperature", "-1"], "temperature must be from 0"),
+        (["--mode", "sample", "--temperature", "-1"], "temperature must be a number from 0.01 on"),
         (["--mode", "guess"], "guess"),
     ):
         result = run("score", "--model", str(tmp_path), *arguments, stdin="")

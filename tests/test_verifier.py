@@ -275,6 +275,8 @@ def test_an_explicit_backend_runs_or_raises():
     "wrong",
     [
         lambda v: v.score_batch(PAIRS, "guess"),
+        lambda v: v.score_batch(PAIRS, ["exact"]),
+        lambda v: v.score_batch(PAIRS, k=5),
         lambda v: v.score_batch(PAIRS, on_error="ignore"),
         lambda v: v.score_batch("context"),
         lambda v: v.score_batch(None),

@@ -24,16 +24,20 @@ from gatekern.planning import NO_TRIE, TokenTrie, build_trie
 _log = logging.getLogger("gatekern")
 
 
+class Decode(Protocol):
+    """Rows that are continued token by token; see `PackedDecode`."""
+
+    hidden: Tensor
+
+    def extend(self, parents: IntArray, tokens: IntArray) -> None: ...
+
+
 class Continuation(Protocol):
-    """Some prompts of a call, to be continued token by token; see `PackedContinuation`."""
+    """Some prompts of a call, from whose ends decodes start; see `PackedContinuation`."""
 
-    @property
-    def prompts(self) -> IntArray: ...
+    prompts: IntArray
 
-    @property
-    def hidden(self) -> Tensor: ...
-
-    def extend(self, parents: IntArray, tokens: IntArray) -> Tensor: ...
+    def start(self) -> Decode: ...
 
 
 class HiddenPath(Protocol):
@@ -213,9 +217,9 @@ def _continued(path: HiddenPath, prompts: Sequence[IntArray], trie: TokenTrie) -
     """What `hidden_rows` gives for a trie of one level, by a step of a decode."""
     parts: dict[int, Tensor] = {}
     for continuation in path.continuations(prompts, Work()):
-        parents = np.repeat(np.arange(len(continuation.prompts)), len(trie))
-        rows = continuation.extend(parents, np.tile(trie.tokens, len(continuation.prompts)))
-        below = rows.view(len(continuation.prompts), len(trie), -1)
-        both = torch.cat([continuation.hidden[:, None], below], dim=1)
+        count, decode = len(continuation.prompts), continuation.start()
+        ends = decode.hidden
+        decode.extend(np.repeat(np.arange(count), len(trie)), np.tile(trie.tokens, count))
+        both = torch.cat([ends[:, None], decode.hidden.view(count, len(trie), -1)], dim=1)
         parts |= dict(zip(continuation.prompts.tolist(), both, strict=True))
     return torch.stack([parts[at] for at in range(len(prompts))])

@@ -99,39 +99,53 @@ class PackedContinuation:
     ----------
     prompts : int64 [num_prompts]
         Which prompts of the call these are.
-    hidden : Tensor [num_prompts, hidden_size]
-        Final hidden state at the end of each.
     """
 
     def __init__(self, path: PackedPath, forward: PackedForward, hidden: Tensor, keys: KeyValues, work: Work) -> None:
         self.prompts = forward.reads
+        self._start = (path, forward.layout, forward.read_rows, hidden, keys, work)
+
+    def start(self) -> PackedDecode:
+        """A decode from the prompts' ends; any number of them, one after the other."""
+        return PackedDecode(*self._start)
+
+
+class PackedDecode:
+    """A decode of some prompts, step by step.
+
+    Attributes
+    ----------
+    hidden : Tensor [num_rows, hidden_size]
+        Final hidden states of the last step's rows; at first those at the ends of the prompts.
+    """
+
+    def __init__(
+        self, path: PackedPath, layout: SegmentLayout, rows: IntArray, hidden: Tensor, keys: KeyValues, work: Work
+    ) -> None:
         self.hidden = hidden
         self._path = path
-        self._work = work
-        self._layout = forward.layout
+        self._layout = layout
+        self._rows = rows  # of the layout, for each row of `hidden`
         self._keys = keys
-        self._rows = forward.read_rows  # what the parents of the next step index
+        self._work = work
 
-    def extend(self, parents: IntArray, tokens: IntArray) -> Tensor:
-        """Read one more token below some rows of the step before (the first time: below some prompts).
+    def extend(self, parents: IntArray, tokens: IntArray) -> None:
+        """Read one more token below some rows of `hidden`, and leave the new rows there.
 
         Parameters
         ----------
-        parents : int64 [num_rows]
+        parents : int64 [num_new]
             Ascending; repeated where a row branches.
-        tokens : int64 [num_rows]
-
-        Returns
-        -------
-        Tensor [num_rows, hidden_size]
+        tokens : int64 [num_new]
         """
         parents = self._rows[parents]
+        budget = self._path.max_tokens
         streams, added = [], []
         with self._work.stage("plan"):
             layout = self._layout.extended(parents)
-        for begin in range(0, len(tokens), self._path.max_tokens):
-            part = slice(begin, begin + self._path.max_tokens)
-            one = layout if len(tokens) <= self._path.max_tokens else self._layout.extended(parents[part])
+        for begin in range(0, len(tokens), budget):
+            part = slice(begin, begin + budget)
+            one = layout if len(tokens) <= budget else self._layout.extended(parents[part])
             new = [(one.num_keys - one.num_rows, one.num_keys)]
             stream, keys = self._path.run(tokens[part], one, self._keys, new, self._work)
             streams.append(stream)
@@ -145,7 +159,7 @@ class PackedContinuation:
         }
         self._layout = layout
         self._rows = np.arange(len(tokens))
-        return torch.cat(streams)
+        self.hidden = torch.cat(streams)
 
 
 def _take(keys: KeyValues, ranges: Sequence[Range]) -> KeyValues:

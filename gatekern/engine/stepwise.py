@@ -48,15 +48,26 @@ class RepeatedContinuation:
 
     def __init__(self, path: _Stepwise, prompts: Sequence[IntArray], work: Work) -> None:
         self.prompts = np.arange(len(prompts))
-        self.hidden = path.last_rows(prompts, work)
+        self._start = (path, list(prompts), path.last_rows(prompts, work), work)
+
+    def start(self) -> RepeatedDecode:
+        """A decode from the prompts' ends."""
+        return RepeatedDecode(*self._start)
+
+
+class RepeatedDecode:
+    """A decode of some prompts; see `PackedDecode`."""
+
+    def __init__(self, path: _Stepwise, texts: list[IntArray], hidden: Tensor, work: Work) -> None:
+        self.hidden = hidden
         self._path = path
-        self._texts = list(prompts)
+        self._texts = texts
         self._work = work
 
-    def extend(self, parents: IntArray, tokens: IntArray) -> Tensor:
-        """Read one more token below some rows of the step before; see `PackedContinuation.extend`."""
+    def extend(self, parents: IntArray, tokens: IntArray) -> None:
+        """Read one more token below some rows of `hidden`, and leave the new rows there."""
         self._texts = [np.append(self._texts[row], token) for row, token in zip(parents, tokens, strict=True)]
-        return self._path.last_rows(self._texts, self._work)
+        self.hidden = self._path.last_rows(self._texts, self._work)
 
 
 class FullPath(_Stepwise):

@@ -39,7 +39,7 @@ _OPTIONS: dict[str, type[Options]] = {
 
 def check_mode(mode: str) -> None:
     """Raise `InputError` unless `mode` is one."""
-    if mode not in TASKS:
+    if not isinstance(mode, str) or mode not in TASKS:
         raise InputError(f"mode={mode!r} is not one of {', '.join(TASKS)}")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gatekern.errors import InputError
+from gatekern.modes.checks import check_real
 from gatekern.modes.evidence import Evidence
 from gatekern.modes.exact import ExactOptions
 
@@ -36,8 +36,7 @@ class AdaptiveOptions(ExactOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("threshold", "band", "mass"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InputError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+            check_real(name, getattr(self, name), 0.0, 1.0)
 
 
 def undecided(evidence: Evidence, options: AdaptiveOptions) -> NDArray[np.bool_]:

@@ -8,6 +8,7 @@ law of the replies that `sample` mode draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,9 +19,10 @@ import torch
 from gatekern import ops
 from gatekern.engine.backbone import Backbone
 from gatekern.engine.work import Work
-from gatekern.errors import InputError
 from gatekern.layout import IntArray
+from gatekern.modes.checks import LOWEST_TEMPERATURE, check_choice, check_real
 from gatekern.modes.evidence import Evidence
+from gatekern.ops import dispatch
 from gatekern.reply_table import VALUES, ReplyTable
 
 Law = Literal["unconstrained", "masked"]
@@ -38,17 +40,15 @@ class ExactOptions:
         renormalised, as decoders with a grammar do; probabilities sum to 1. The two differ where a beginning is likely
         that seldom ends as a score.
     temperature : float
-        Of the replies, above 0.
+        Of the replies, from 0.01 on.
     """
 
     law: Law = "unconstrained"
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.law not in ("unconstrained", "masked"):
-            raise InputError(f'law must be "unconstrained" or "masked", got {self.law!r}')
-        if not 0.0 < self.temperature < float("inf"):
-            raise InputError(f"temperature must be above 0 and finite, got {self.temperature}")
+        check_choice("law", self.law, ("unconstrained", "masked"))
+        check_real("temperature", self.temperature, LOWEST_TEMPERATURE, math.inf)
 
 
 def reply_evidence(
@@ -86,7 +86,7 @@ def reply_evidence(
             classes,
             table.num_classes,
             temperature=options.temperature,
-            backend="torch" if backend == "native" else backend,  # there is no C++ form
+            backend=dispatch.with_form("class_lse", backend),
             **terms,
         ).double()
         free = _leaves(lse.softmax(dim=-1).cpu().numpy(), table)
@@ -100,7 +100,7 @@ def reply_evidence(
         scores=scores.astype(np.float32),
         finite=np.isfinite(free).all(axis=1),
         mass=free.sum(axis=1).clip(max=1.0).astype(np.float32),
-        probabilities=probabilities.astype(np.float32),
+        probabilities=np.where(total[:, None] > 0, probabilities, np.nan).astype(np.float32),
     )
 
 

@@ -14,6 +14,7 @@ from gatekern.engine.work import Work
 from gatekern.labels import LabelSet
 from gatekern.layout import IntArray
 from gatekern.modes.evidence import Evidence
+from gatekern.ops import dispatch
 
 
 def label_evidence(
@@ -42,7 +43,7 @@ def label_evidence(
     head = backbone.head
     terms: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale}
     # There is no C++ form of the vocabulary's log-sum-exp: PyTorch's matrix product is the best there is on a CPU.
-    mass_backend = "torch" if backend == "native" else backend
+    mass_backend = dispatch.with_form("vocab_lse", backend)
     with work.stage("score"), torch.no_grad():
         logits, scores = ops.label_scores(hidden, head.weight, labels.ids, backend=backend, **terms)
         mass = torch.exp(logits.logsumexp(dim=-1) - ops.vocab_lse(hidden, head.weight, backend=mass_backend, **terms))

@@ -9,7 +9,8 @@ fact is answered does not depend on its batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gatekern import ops
-from gatekern.engine.backbone import Backbone
+from gatekern.engine.backbone import Backbone, Decode
 from gatekern.engine.work import Work
 from gatekern.errors import InputError
 from gatekern.layout import IntArray
+from gatekern.modes.checks import LOWEST_TEMPERATURE, check_choice, check_real, check_whole
 from gatekern.modes.evidence import Evidence
 from gatekern.modes.settled import settled
 from gatekern.ops.parse_scores import TokenTable, token_table
@@ -40,9 +42,9 @@ class SampleOptions:
     k : int
         Samples for every fact.
     temperature : float
-        0 always takes the most probable token.
+        From 0.01 on; 0 always takes the most probable token.
     top_p : float
-        In (0, 1]: draw among the most probable tokens whose mass just reaches it.
+        Above 0, at most 1: draw among the most probable tokens whose mass just reaches it.
     max_new_tokens : int
         A reply that has given no score by then is unparsed.
     seed : int
@@ -70,30 +72,27 @@ class SampleOptions:
 
     def __post_init__(self) -> None:
         for name, lowest in (("k", 1), ("max_new_tokens", 1), ("min_valid", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise InputError(f"{name} must be a whole number from {lowest} on, got {value!r}")
+            check_whole(name, getattr(self, name), lowest)
         if self.seed >= 1 << 64:
             raise InputError(f"seed must be below 2**64, got {self.seed}")
         if self.min_valid > self.k:
             raise InputError(f"min_valid={self.min_valid} can never be reached with k={self.k}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature must be from 0 on and finite, got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.reply not in ("number", "text"):
-            raise InputError(f'reply must be "number" or "text", got {self.reply!r}')
-        if self.threshold is not None and not 0.0 <= self.threshold <= 1.0:
-            raise InputError(f"threshold must be from 0 to 1, got {self.threshold}")
+        if self.temperature != 0:
+            check_real("temperature", self.temperature, LOWEST_TEMPERATURE, math.inf)
+        check_real("top_p", self.top_p, 1e-9, 1.0)
+        check_choice("reply", self.reply, ("number", "text"))
+        check_choice("early_stop", self.early_stop, (True, False))
         if self.early_stop != (self.threshold is not None):
             raise InputError("early_stop=True and threshold go together: it stops when the decision is certain")
+        if self.threshold is not None:
+            check_real("threshold", self.threshold, 0.0, 1.0)
 
 
 def sample_evidence(
     backbone: Backbone,
     prompts: Sequence[IntArray],
     encoder: PromptEncoder,
-    table: ReplyTable,
+    reader: ReplyTable | TextReader,
     work: Work,
     options: SampleOptions,
 ) -> Evidence:
@@ -106,46 +105,56 @@ def sample_evidence(
         At least one, none empty.
     encoder : PromptEncoder
         Of these prompts; says how tokens read.
-    table : ReplyTable
-        Of `encoder`.
+    reader : ReplyTable or TextReader
+        What makes scores of tokens, and when a reply is over.
     work : Work
         Counters to add to.
     options : SampleOptions
     """
-    samples = np.full((len(prompts), options.k), np.nan, dtype=np.float32)
-    replies: list[list[str | None]] = [[None] * options.k for _ in prompts]
+    shape = len(prompts), options.k
+    samples = np.full(shape, np.nan, dtype=np.float32)
+    replies = np.full(shape, None, dtype=object)
     finite = np.ones(len(prompts), dtype=bool)
-    reader = _TextReader(encoder, backbone.head.vocab_rows) if options.reply == "text" else _NumberReader(table)
+    # Facts that are drawn for together: all rows of their steps are no more than a forward computes, or one fact's.
+    together = max(1, backbone.max_tokens // (options.max_new_tokens * options.k))
     for index, continuation in backbone.continuations(prompts, work, options.max_new_tokens - 1):
-        draws = _Draws([prompts[at] for at in index], reader, options)
-        hidden = continuation.hidden
-        for step in range(options.max_new_tokens):
+        uniforms = [_uniforms(prompts[at], options) for at in index]
+        for begin in range(0, len(index), together):
+            group = slice(begin, begin + together)
+            draws = _Draws(np.arange(len(index))[group], np.stack(uniforms[group]), reader, options)
+            _decode(backbone, continuation.start(), draws, work, options)
             with work.stage("score"):
-                draws.take(_next_tokens(backbone, hidden, draws, step, options), step)
-            if step + 1 == options.max_new_tokens or not draws.going.any():
-                break
-            hidden = continuation.extend(*draws.branch(step))
-        draws.going[:] = False  # what goes on has been cut at max_new_tokens
-        with work.stage("score"):
-            samples[index], finite[index] = draws.values, draws.finite
-            for at, texts in zip(index.tolist(), draws.texts(encoder), strict=True):
-                replies[at] = texts
+                samples[index[group]], finite[index[group]] = draws.values, draws.finite
+                replies[index[group]] = draws.texts(encoder)
     valid = np.isfinite(samples)
     count = valid.sum(axis=1)
     total = np.where(valid, samples, 0.0).sum(axis=1, dtype=np.float64)
     means = np.divide(total, count, out=np.full(len(prompts), np.nan), where=count >= options.min_valid)
-    return Evidence(scores=means.astype(np.float32), finite=finite, samples=samples, replies=replies)
+    return Evidence(scores=means.astype(np.float32), finite=finite, samples=samples, replies=replies.tolist())
+
+
+def _decode(backbone: Backbone, decode: Decode, draws: _Draws, work: Work, options: SampleOptions) -> None:
+    """Draw token after token until every reply is over."""
+    for step in range(options.max_new_tokens):
+        with work.stage("score"):
+            draws.take(_next_tokens(backbone, decode.hidden, draws, step, options), step)
+        if step + 1 == options.max_new_tokens or not draws.going.any():
+            break
+        decode.extend(*draws.branch(step))
+    draws.going[:] = False  # what goes on has been cut at max_new_tokens
 
 
 def _next_tokens(backbone: Backbone, hidden: Tensor, draws: _Draws, step: int, options: SampleOptions) -> IntArray:
     """A token for every sample that goes on, int64 [num_going]."""
     head = backbone.head
     going = draws.going
+    rows, place = np.unique(draws.rows[going], return_inverse=True)
+    device = head.weight.device
     tokens = ops.draw_tokens(
-        hidden.to(head.weight.device),
+        hidden[torch.from_numpy(rows).to(hidden.device)].to(device),
         head.weight,
-        torch.from_numpy(draws.rows[going]).to(head.weight.device),
-        torch.from_numpy(draws.uniforms[going, step]).to(head.weight.device),
+        torch.from_numpy(place.reshape(-1)).to(device),
+        torch.from_numpy(draws.uniforms[going, step]).to(device),
         bias=head.bias,
         softcap=head.softcap,
         scale=head.scale,
@@ -155,42 +164,26 @@ def _next_tokens(backbone: Backbone, hidden: Tensor, draws: _Draws, step: int, o
     return tokens.cpu().numpy()
 
 
-class _NumberReader:
-    """Reads a reply until its opening number is settled."""
+class TextReader:
+    """Lets a reply run to its end and reads it whole.
 
-    def __init__(self, table: ReplyTable) -> None:
-        self._next_state = table.next_state
+    Parameters
+    ----------
+    encoder : PromptEncoder
+    vocab_rows : int
+    ends : collection of int
+        Tokens that end a reply.
+    """
 
-    def read(self, states: IntArray, token: IntArray) -> IntArray:
-        """States after one more token."""
-        return self._next_state[states, token].astype(np.int64)
-
-    def values(self, states: IntArray, tokens: IntArray) -> FloatArray:
-        return values_of(states)
-
-
-class _TextReader:
-    """Lets a reply run to its end of turn and reads it whole. State 0 goes on; any other has ended."""
-
-    def __init__(self, encoder: PromptEncoder, vocab_rows: int) -> None:
+    def __init__(self, encoder: PromptEncoder, vocab_rows: int, ends: Collection[int]) -> None:
         texts = encoder.token_texts(vocab_rows)
-        stops = [token for token, text in enumerate(texts) if text is None]
-        self._table: TokenTable = token_table([text or "" for text in texts], stops)
-        self._stops = np.array([text is None for text in texts])
-
-    def read(self, states: IntArray, token: IntArray) -> IntArray:
-        return np.where(self._stops[token], _ENDED, states)
-
-    def values(self, states: IntArray, tokens: IntArray) -> FloatArray:
-        values: FloatArray = ops.parse_scores(torch.from_numpy(tokens), self._table).values.numpy()
-        return values
-
-
-_ENDED = 255
+        spelled = [encoder.decode([at]) if text is None else text for at, text in enumerate(texts)]
+        self.ends = np.isin(np.arange(vocab_rows), list(ends))
+        self.table: TokenTable = token_table(spelled, [end for end in ends if end < vocab_rows])
 
 
 class _Draws:
-    """The samples of a group of prompts while they are drawn; fields run over num_prompts * k, prompt by prompt.
+    """The samples of some prompts while they are drawn; fields run over num_prompts * k, prompt by prompt.
 
     Attributes
     ----------
@@ -202,16 +195,20 @@ class _Draws:
     """
 
     def __init__(
-        self, prompts: Sequence[IntArray], reader: _NumberReader | _TextReader, options: SampleOptions
+        self,
+        rows: IntArray,
+        uniforms: NDArray[np.float64],
+        reader: ReplyTable | TextReader,
+        options: SampleOptions,
     ) -> None:
         self._reader = reader
         self._options = options
-        self._shape = (len(prompts), options.k)
-        count = len(prompts) * options.k
-        self.rows = np.repeat(np.arange(len(prompts)), options.k)
+        self._shape = (len(rows), options.k)
+        count = len(rows) * options.k
+        self.rows = np.repeat(rows, options.k)
         self.going = np.ones(count, dtype=bool)
-        self.uniforms = np.concatenate([_uniforms(prompt, options) for prompt in prompts])
-        self._states = np.zeros(count, dtype=np.int64)
+        self.uniforms = uniforms.reshape(count, -1)
+        self._states = np.zeros(count, dtype=np.int64)  # of a ReplyTable
         self._tokens = np.full((count, options.max_new_tokens), -1, dtype=np.int64)
         self._dropped = np.zeros(count, dtype=bool)
         self._failed = np.zeros(count, dtype=bool)
@@ -221,8 +218,12 @@ class _Draws:
         going = np.nonzero(self.going)[0]
         self._failed[going] |= tokens < 0
         self._tokens[going, step] = tokens
-        self._states[going] = self._reader.read(self._states[going], tokens)
-        self.going[going] = is_open(self._states[going]) & (tokens >= 0)
+        if isinstance(self._reader, ReplyTable):
+            self._states[going] = self._reader.next_state[self._states[going], tokens]
+            self.going[going] = is_open(self._states[going])
+        else:
+            self.going[going] = ~self._reader.ends[tokens]
+        self.going &= ~self._failed
         options = self._options
         if options.threshold is not None:
             done = settled(self.values, self.going.reshape(self._shape), options.threshold, options.min_valid)
@@ -246,19 +247,24 @@ class _Draws:
     @property
     def values(self) -> FloatArray:
         """Score of each sample that has given one, float32 [num_prompts, k]; NaN for the others."""
-        values = self._reader.values(self._states, self._tokens)
-        return np.where(self.going | self._dropped, np.float32(np.nan), values).reshape(self._shape)
+        if isinstance(self._reader, ReplyTable):
+            values = values_of(self._states)
+        else:
+            values = ops.parse_scores(torch.from_numpy(self._tokens), self._reader.table).values.numpy()
+        without = self.going | self._dropped | self._failed
+        return np.where(without, np.float32(np.nan), values).reshape(self._shape)
 
-    def texts(self, encoder: PromptEncoder) -> list[list[str | None]]:
-        """The replies, [num_prompts][k]; None for those that were not drawn to their end."""
+    def texts(self, encoder: PromptEncoder) -> NDArray[np.object_]:
+        """The replies, [num_prompts, k]; None for those that were not drawn to their end."""
         seen: dict[bytes, str] = {}
-        flat: list[str | None] = []
-        for tokens, dropped in zip(self._tokens, self._dropped.tolist(), strict=True):
+        flat = np.full(len(self._tokens), None, dtype=object)
+        for at in np.nonzero(~self._dropped)[0].tolist():
+            tokens = self._tokens[at]
             key = tokens.tobytes()
-            if not dropped and key not in seen:
+            if key not in seen:
                 seen[key] = encoder.decode(tokens[tokens >= 0].tolist())
-            flat.append(None if dropped else seen[key])
-        return [flat[at : at + self._shape[1]] for at in range(0, len(flat), self._shape[1])]
+            flat[at] = seen[key]
+        return flat.reshape(self._shape)
 
 
 def _uniforms(prompt: IntArray, options: SampleOptions) -> NDArray[np.float64]:

@@ -42,7 +42,8 @@ def class_lse(
     weight : Tensor, same dtype and device [V, H]
         LM head; each row contiguous.
     classes : Tensor, uint8 [M, V]
-        Class of every token for the rows of a group, below `num_classes`.
+        Class of every token for the rows of a group, below `num_classes`. Class 0 is summed apart, so that tokens of no
+        interest cannot drown the others.
     num_classes : int
         `C`, at most 256.
     bias : Tensor, float32 or same dtype [V], optional
@@ -60,8 +61,8 @@ def class_lse(
     Returns
     -------
     Tensor, float32 [M, N, C]
-        In nats, on the device of `hidden`; -inf for a class without tokens, or with less than about e^-87 of the
-        row's probability. Not differentiable.
+        In nats, on the device of `hidden`; -inf for a class without tokens, or with less than about e^-87 of what the
+        classes from 1 on have together. Not differentiable.
 
     Raises
     ------
@@ -125,21 +126,26 @@ def _class_lse_tiled(
     step = max(1, _LOGITS_PER_BLOCK // (groups * min(tile, weight.shape[0])))
     for begin in range(0, num_rows, step):
         rows = hidden[:, begin : begin + step].float().contiguous()
-        peak = rows.new_full(rows.shape[:2], float("-inf"))
-        total = rows.new_zeros((*rows.shape[:2], num_classes))
+        apart = rows.new_full(rows.shape[:2], float("-inf"))
+        peak = apart.clone()
+        total = rows.new_zeros((*rows.shape[:2], num_classes - 1))
         for at in range(0, weight.shape[0], tile):
             part = slice(at, at + tile)
             dots = rows.view(-1, width) @ weight[part].float().T
             logits = finish_logits_(dots, None if bias is None else bias[part], softcap, scale)
             logits = logits.div_(temperature).view(*rows.shape[:2], -1)
+            zero = (classes[:, part] == 0)[:, None]
+            apart = torch.logaddexp(apart, logits.masked_fill(~zero, -torch.inf).logsumexp(-1))
+            logits.masked_fill_(zero, -torch.inf)
             higher = torch.maximum(peak, logits.amax(-1))
             shift = higher.where(higher.isfinite(), 0.0)  # rows of -inf stay at -inf
             terms = logits.sub_(shift[..., None]).exp_()
             # Sums by class are one more product, with an indicator of a few columns.
-            indicator = (classes[:, part, None] == torch.arange(num_classes, device=classes.device)).float()
+            indicator = (classes[:, part, None] == torch.arange(1, num_classes, device=classes.device)).float()
             total = total * torch.exp(peak - shift)[..., None] + terms @ indicator
             peak = higher
-        out[:, begin : begin + step] = peak.where(peak.isfinite(), 0.0)[..., None] + total.log_()
+        out[:, begin : begin + step, 0] = apart
+        out[:, begin : begin + step, 1:] = peak.where(peak.isfinite(), 0.0)[..., None] + total.log_()
     return out
 
 

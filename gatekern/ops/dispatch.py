@@ -152,6 +152,11 @@ def resolved_name(op: str, backend: str = "auto", device: torch.device | str = "
     return f"native-{native.isa()}" if name == "native" else name
 
 
+def with_form(op: str, backend: str) -> str:
+    """`backend`, or ``"torch"`` where the operator has no form of it: for callers that run several operators."""
+    return backend if backend == "auto" or backend in FORMS[op] else "torch"
+
+
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """No autograd and no autocast: the operators promise float32 accumulation wherever they are called."""

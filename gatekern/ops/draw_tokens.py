@@ -112,4 +112,5 @@ def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
     if bool((largest.sum(dim=-1) < top_p).any()):
         largest = weights.sort(dim=-1, descending=True).values
     before = largest.cumsum(dim=-1) - largest
-    return largest.gather(-1, (before < top_p).sum(dim=-1, keepdim=True) - 1)
+    last = (before < top_p).sum(dim=-1, keepdim=True) - 1
+    return largest.gather(-1, last.clamp(min=0))  # -1: a row that is not finite

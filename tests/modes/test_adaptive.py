@@ -30,7 +30,7 @@ def test_little_label_mass_goes_to_exact():
     assert set(verifier.score_batch(PAIRS, "adaptive", threshold=0.5, band=0.0, mass=1.0).decided_by) == {"exact"}
     nothing = verifier.score_batch(PAIRS, "adaptive", threshold=0.5, band=0.0, mass=0.0)
     assert set(nothing.decided_by) == {"logprob"}
-    assert nothing.distribution is None
+    assert np.isnan(nothing.distribution.probabilities).all()
 
 
 def test_bad_rows_and_duplicates_keep_their_places():
@@ -51,12 +51,38 @@ def test_the_status_is_that_of_the_mode_that_decided():
     strict = number_verifier(min_label_mass=float(np.median(masses)))
     result = strict.score_batch(PAIRS, "adaptive", threshold=0.5, mass=1.0)
     assert [status == "low_label_mass" for status in result.status] == (masses < np.median(masses)).tolist()
+    labels = strict.score_batch(PAIRS)
+    threshold = float(labels.scores[0])
+    mixed = strict.score_batch(PAIRS, "adaptive", threshold=threshold, mass=0.0, band=1e-6)
+    assert set(mixed.decided_by) == {"logprob", "exact"}
+    flagged = [mixed.label_mass[at] < strict.min_label_mass for at in range(len(PAIRS))]
+    assert [status == "low_label_mass" for status in mixed.status] == flagged
     kept = strict.score_batch(PAIRS, "adaptive", threshold=0.5, mass=0.0, band=0.0)
     assert set(kept.status) == {"low_label_mass"}, "numbers are likely here, labels are not"
 
 
 def test_no_pairs():
-    assert len(number_verifier().score_batch([], "adaptive", threshold=0.5)) == 0
+    """Empty, and none that can be scored: every field of the mode is there."""
+    verifier = number_verifier()
+    for pairs in ([], [("context", "")] * 2):
+        size = len(pairs)
+        plain, exact, sample, adaptive = (
+            verifier.score_batch(pairs, mode, on_error="report", **options)
+            for mode, options in (
+                ("logprob", {}),
+                ("exact", {}),
+                ("sample", {"k": 3}),
+                ("adaptive", {"threshold": 0.5}),
+            )
+        )
+        for result in (plain, exact, adaptive):
+            assert result.label_mass.shape == (size,)
+        for result in (plain, adaptive):
+            assert result.label_logits.shape == (size, 2)
+        for result in (exact, adaptive):
+            assert result.distribution.probabilities.shape == (size, 101)
+        assert sample.samples.shape == (size, 3)
+        assert sample.replies == (None,) * size
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 import gatekern as gk
 from gatekern import ops
+from gatekern.ops import dispatch
 from gatekern.ops.parse_scores import parse_texts
 from gatekern.ops.score_grammar import ParseStatus
 from gatekern.reply_table import INVALID, OPEN
+from tests.families import tiny_model
 from tests.numbers import PAIRS, number_verifier
 from tests.tinytok import CHATML, SPECIAL, tiny_tokenizer
 
@@ -28,7 +30,7 @@ def reading(text: str, *, complete: bool = False) -> tuple[str, int | None]:
     number = text.lstrip()
     if not complete and re.fullmatch(r"|\.|[01]|[01][.,]|0?[.,]\d|0[.,]\d", number) and number[:1] != ",":
         return "open", None
-    settled = re.match(r"(1[.,]0|0?[.,]\d\d|1[.,]00)", number)
+    settled = re.match(r"(1[.,]0|0?[.,]\d\d)", number)
     if settled and number[:1] != ",":
         number, complete = settled.group(), True
     parsed = parse_texts([number], complete=complete)
@@ -211,6 +213,16 @@ def test_backends(mode):
         assert native.backend.endswith("torch")
 
 
+def test_an_operator_without_a_form_of_a_backend_runs_on_torch():
+    assert dispatch.with_form("class_lse", "triton") == "torch"
+    assert dispatch.with_form("vocab_lse", "native") == "torch"
+    assert dispatch.with_form("vocab_lse", "triton") == "triton"
+    verifier = number_verifier()
+    verifier._backend = verifier.ops_backend = "triton"  # as on a GPU
+    names = [verifier._backend_of(mode) for mode in ("logprob", "exact", "sample", "adaptive")]
+    assert names == ["triton", "torch", "torch", "triton+torch"]
+
+
 def test_low_mass_is_a_status_and_keeps_the_score():
     result = number_verifier(min_label_mass=1.0).score_batch(PAIRS[:2], "exact")
     assert result.status == ("low_label_mass",) * 2
@@ -243,9 +255,41 @@ def test_the_answer_needs_room():
         verifier.score_batch(PAIRS[:1], "exact")
 
 
+def test_a_tokenizer_that_cannot_spell_scores_is_refused():
+    """Tokens that read otherwise than they are spelled (WordPiece), or lack a digit: no silently wrong law."""
+    words = ["[UNK]", "yes", "no", "Yes", "No", ".", *"01235", *"abcdefghij:?"]
+    for digits in ("", "46789"):
+        vocab = {word: at for at, word in enumerate([*words, *digits])}
+        backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+        verifier = gk.Verifier(tiny_model("llama"), tokenizer, min_label_mass=0.0)
+        assert verifier.score_batch([("a b", "c")]).status == ("ok",)
+        for mode in ("exact", "sample"):
+            with pytest.raises(gk.LabelError, match="cannot spell scores"):
+                verifier.score_batch([("a b", "c")], mode)
+
+
+def test_the_masked_law_is_there_however_unlikely_a_score_is():
+    verifier = number_verifier(likely=["0", "7"], other=-9.0)
+    head = verifier.model.lm_head
+    with torch.no_grad():
+        head.bias[verifier.tokenizer.get_vocab()["a"]] = 10.0
+    result = verifier.score_batch(PAIRS[:2], "exact", law="masked", temperature=0.05)
+    np.testing.assert_allclose(result.distribution.probabilities.sum(axis=1), 1.0, rtol=1e-5)
+    assert result.label_mass.max() < 1e-20
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"law": "free"}, {"temperature": 0.0}, {"temperature": float("nan")}, {"k": 5}, {"threshold": 0.5}],
+    [
+        {"law": "free"},
+        {"law": None},
+        *({"temperature": value} for value in (0.0, 1e-40, float("nan"), float("inf"), None, "1", True)),
+        {"k": 5},
+        {"threshold": 0.5},
+    ],
 )
 def test_wrong_options_are_input_errors(options):
     with pytest.raises(gk.InputError):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gatekern as gk
+from gatekern.engine import packed
 from gatekern.modes.sample import SampleOptions, _uniforms
 from gatekern.modes.settled import settled
 from tests.numbers import PAIRS, number_verifier
@@ -117,11 +118,15 @@ def test_greedy_replies_are_those_of_generate():
     """Temperature 0 against transformers, token by token."""
     verifier = number_verifier(other=-1.0)
     result = verifier.score_batch(PAIRS, "sample", k=2, temperature=0.0, reply="text", max_new_tokens=12)
-    control = sorted(verifier._encoder("rate")._control.values())
     for pair, replies in zip(PAIRS, result.replies, strict=True):
         ids = torch.tensor([verifier.encode(*pair, mode="sample")])
         out = verifier.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=control
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=verifier.tokenizer.eos_token_id,
+            pad_token_id=verifier.tokenizer.pad_token_id,
         )
         assert set(replies) == {verifier.tokenizer.decode(out[0, ids.shape[1] :])}
 
@@ -155,13 +160,47 @@ def test_replies_as_text_are_read_whole():
     number = verifier.score_batch(PAIRS, "sample", k=200)
     text = verifier.score_batch(PAIRS, "sample", k=200, reply="text", max_new_tokens=12)
     assert np.isfinite(text.samples).any()
-    ends = re.compile("|".join(map(re.escape, verifier._encoder("rate")._control)) + "$")
+    ends = re.compile("</s>$")
     flat = [reply for replies in text.replies for reply in replies]
     ended = np.array([bool(ends.search(reply)) for reply in flat])
     assert 0 < ended.sum() < len(flat)
     expected = gk.parse_scores([ends.sub("", reply) for reply in flat])
     np.testing.assert_array_equal(text.samples.ravel()[ended], expected.values[ended])
     assert number.replies != text.replies
+
+
+def test_replies_as_text_may_think_first():
+    """The marks of thinking are control tokens, but no end of a reply."""
+    verifier = number_verifier(likely=["<think>"])
+    verifier.model.lm_head.bias.data[verifier.tokenizer.convert_tokens_to_ids("<think>")] = 30.0
+    result = verifier.score_batch(PAIRS[:1], "sample", k=1, reply="text", temperature=0.0, max_new_tokens=4)
+    assert result.replies == (("<think>" * 4,),)
+    assert result.status == ("unparsed",)
+
+
+def test_the_rows_of_a_decode_are_bounded(monkeypatch):
+    """Many samples of many facts are drawn for some facts at a time, with the same samples."""
+    pairs = [(f"context {at}", "a fact") for at in range(12)]
+    options = {"k": 20, "reply": "text", "max_new_tokens": 6}
+    expected = number_verifier().score_batch(pairs, "sample", **options)
+    held = []
+    take = packed.PackedDecode.extend
+
+    def spy(self, parents, tokens):
+        take(self, parents, tokens)
+        held.append(self._layout.num_keys)
+
+    monkeypatch.setattr(packed.PackedDecode, "extend", spy)
+    found = number_verifier(max_tokens_per_forward=600).score_batch(pairs, "sample", **options)
+    assert found.replies == expected.replies
+    assert max(held) <= 2 * 600 + 600
+
+
+def test_no_room_for_an_answer():
+    with pytest.raises(
+        gk.InputError, match=r"an answer of 5,000 tokens leaves no room for a prompt in 2,048 positions"
+    ):
+        number_verifier().score_batch(PAIRS, "sample", max_new_tokens=5000)
 
 
 CASES = st.integers(0, 2**32 - 1)
@@ -242,8 +281,8 @@ def test_weights_that_stop_being_finite_give_no_score():
         verifier.model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(gk.NumericError, match="item 0"):
         verifier.score_batch(PAIRS, "sample")
-    for temperature in (0.0, 1.0):
-        result = verifier.score_batch(PAIRS, "sample", on_error="report", temperature=temperature)
+    for options in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}):
+        result = verifier.score_batch(PAIRS, "sample", on_error="report", **options)
         assert set(result.status) == {"unparsed"}
         assert all("not finite" in note for note in result.notes)
 
@@ -255,6 +294,12 @@ def test_weights_that_stop_being_finite_give_no_score():
         {"k": 2.0},
         {"k": True},
         {"temperature": -1},
+        {"temperature": 1e-40},
+        {"temperature": None},
+        {"temperature": "1"},
+        {"top_p": None},
+        {"threshold": "x", "early_stop": True},
+        {"early_stop": 1},
         {"temperature": float("inf")},
         {"top_p": 0.0},
         {"top_p": 1.1},

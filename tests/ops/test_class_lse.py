@@ -33,9 +33,12 @@ def judge(head: Head, classes: torch.Tensor, num_classes: int, result: torch.Ten
 
     magnitude = head.magnitude().view(groups, -1, 1) / min(temperature, 1.0)
     plain, truth = reference(head.operands), reference(head.operands64)
-    # Next to the largest, what is below e^-87 of the probability is nothing in float32.
-    nothing = truth < truth.amax(-1, keepdim=True) - 80 if truth.numel() else truth.isinf()
-    assert (result[nothing] < (truth.amax(-1, keepdim=True) - 79).expand_as(truth)[nothing]).all()
+    # Next to the largest of them, what is below e^-87 of the classes from 1 on is nothing in float32.
+    nothing = torch.zeros_like(truth, dtype=torch.bool)
+    if truth.numel():
+        largest = truth[..., 1:].amax(-1, keepdim=True)
+        nothing[..., 1:] = truth[..., 1:] < largest - 80
+        assert (result[..., 1:] < largest - 79)[nothing[..., 1:]].all()
     shown = [x.masked_fill(nothing, -torch.inf) for x in (result, plain, truth)]
     assert_as_accurate(*shown, magnitude)
 
@@ -77,6 +80,13 @@ def test_classes_sum_to_the_vocabulary():
     torch.testing.assert_close(result.logsumexp(-1).flatten(), vocab_lse(head.hidden, head.weight))
 
 
+def test_class_0_does_not_drown_the_others():
+    classes = torch.tensor([[0, 1, 1, 2]], dtype=torch.uint8)
+    bias = torch.tensor([500.0, 1.0, 2.0, 0.0])
+    result = class_lse(torch.zeros(1, 1, 5), torch.zeros(4, 5), classes, 3, bias)
+    torch.testing.assert_close(result[0, 0], torch.tensor([500.0, bias[1:3].logsumexp(0).item(), 0.0]))
+
+
 def test_a_class_without_tokens_has_no_mass():
     classes = torch.zeros(1, 6, dtype=torch.uint8)
     result = class_lse(torch.zeros(1, 2, 5), torch.zeros(6, 5), classes, 3)
@@ -89,7 +99,8 @@ def test_a_class_without_tokens_has_no_mass():
     [
         ([-INF] * 6, [-INF, -INF]),
         ([-INF] * 4 + [0.0, 0.0], [-INF, 0.693147180]),
-        ([NAN] + [0.0] * 5, [NAN, NAN]),
+        ([NAN] + [0.0] * 5, [NAN, 1.09861229]),
+        ([0.0] * 5 + [NAN], [1.09861229, NAN]),
     ],
 )
 def test_policy_on_values_that_are_not_numbers(bias, expected):
