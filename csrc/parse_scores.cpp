@@ -16,7 +16,7 @@ constexpr int32_t kPercent = 1 << 10, kForget = 1 << 11, kAction = (1 << kStateS
 constexpr int kLabelled = 3;
 constexpr int kPushFraction = 2, kPushExponent = 3, kPushNegativeExponent = 4;
 constexpr int kCount = 6, kRatio = 7;  // readings; 1 to 5 are statuses
-enum Status { kOk = 0, kNoNumber = 1, kAmbiguous = 2, kOutOfRange = 3, kMalformed = 4 };
+enum Status { kOk = 0, kNoNumber = 1, kAmbiguous = 2, kOutOfRange = 3, kMalformed = 4, kIncomplete = 5 };
 constexpr int64_t kMaxDigits = 17, kMaxExponent = 1000000000, kMaxPlaces = 64;
 
 // mantissa / 10^places, without trailing zeros in the mantissa; zero is 0 / 10^0.
@@ -55,9 +55,9 @@ struct Best {
   void add(int other_strength, int other_status, Decimal other) {
     if (other_strength != kLabelled && (other_status == kOutOfRange || other_status == kMalformed)) {
       if (strength == 0 && status != kOutOfRange) status = other_status;
-    } else if (other_strength > strength || other_strength == kLabelled) {
-      *this = {other_strength, other_status, other};
-    } else if (other_strength == strength && !(other_status == status && other == value)) {
+    } else if (other_strength > strength || other_status == kNoNumber || other_status == kIncomplete) {
+      *this = {other_strength, other_status, other};  // the two statuses are of the reply's end, and last
+    } else if (other_strength == strength && !(other_status == status && (status != kOk || other == value))) {
       status = kAmbiguous;
     }
   }

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gatekern.encoding import Batch, Prompts
 from gatekern.engine.work import Work
 from gatekern.errors import NumericError
+from gatekern.layout import IntArray
 from gatekern.modes import Mode, Options
 from gatekern.modes.evidence import Evidence
 from gatekern.modes.exact import ExactOptions
@@ -26,6 +28,18 @@ class Part:
     mode: Mode
     prompts: Prompts
     evidence: Evidence
+    decides: NDArray[np.bool_] | None = None  # for which of the pairs; None for all
+
+    @property
+    def mass(self) -> FloatArray:
+        """Of each pair, float32 [num_pairs]."""
+        assert self.evidence.mass is not None
+        return self.evidence.mass[self.prompts.index]
+
+    def decided(self) -> tuple[IntArray, IntArray]:
+        """Pairs that this part decides, and the prompt of each."""
+        which = slice(None) if self.decides is None else self.decides
+        return self.prompts.pairs[which], self.prompts.index[which]
 
 
 def usage_of(batch: Batch, parts: Sequence[Part], work: Work) -> Usage:
@@ -66,7 +80,8 @@ def assemble(
         for part in parts:
             found: FloatArray | None = getattr(part.evidence, name)
             if found is not None:
-                values[part.prompts.pairs] = found[part.prompts.index]
+                pairs, prompts = part.decided()
+                values[pairs] = found[prompts]
         return values
 
     sampled, weighed = isinstance(settings, SampleOptions), isinstance(settings, ExactOptions)
@@ -78,7 +93,7 @@ def assemble(
     replies: list[tuple[str | None, ...] | None] = [None] * size
     decided_by: list[str | None] = [None] * size
     for part in parts:
-        for at, prompt in zip(part.prompts.pairs.tolist(), part.prompts.index.tolist(), strict=True):
+        for at, prompt in zip(*(index.tolist() for index in part.decided()), strict=True):
             decided_by[at] = part.mode
             if part.evidence.replies is not None:
                 replies[at] = tuple(part.evidence.replies[prompt])
@@ -114,4 +129,5 @@ def _why_unparsed(settings: Options, replies: Sequence[str | None]) -> str:
     if not isinstance(settings, SampleOptions):
         return "no reply that is a score has any probability"
     texts = list(dict.fromkeys(repr(reply) for reply in replies if reply is not None))
-    return f"fewer than {settings.min_valid} of {settings.k} replies gave a score, among them {', '.join(texts[:3])}"
+    few = "none" if settings.min_valid == 1 else f"fewer than {settings.min_valid}"
+    return f"{few} of {settings.k} replies gave a score, among them {', '.join(texts[:3])}"

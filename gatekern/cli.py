@@ -99,7 +99,7 @@ def score(
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="sample: nucleus to draw from (default 1).", **_OF_MODES)] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="sample: longest reply, tokens (default 8).", **_OF_MODES)
+        int | None, typer.Option(help="sample: longest reply, tokens (default 8, as text 64).", **_OF_MODES)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="sample: of the random numbers (default 0).", **_OF_MODES)] = None,
     min_valid: Annotated[
@@ -119,9 +119,9 @@ def score(
         float | None, typer.Option(help="adaptive, early stop: score from which on a fact is accepted.", **_OF_MODES)
     ] = None,
     band: Annotated[
-        float | None, typer.Option(help="adaptive: distance from the threshold that decides.", **_OF_MODES)
+        float | None, typer.Option(help="adaptive: distance from the threshold that decides (0.15).", **_OF_MODES)
     ] = None,
-    mass: Annotated[float | None, typer.Option(help="adaptive: label mass that decides.", **_OF_MODES)] = None,
+    mass: Annotated[float | None, typer.Option(help="adaptive: label mass that decides (0.85).", **_OF_MODES)] = None,
     law: Annotated[
         Law | None, typer.Option(help="exact, adaptive: the model as it is (default), or masked.", **_OF_MODES)
     ] = None,
@@ -131,6 +131,9 @@ def score(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside --model.")] = None,
+    min_label_mass: Annotated[
+        float, typer.Option(help="Below this probability of an answer as asked, the status is low_label_mass.")
+    ] = 0.05,
     backend: Annotated[str, typer.Option(help="auto, triton, native or torch; see `gatekern doctor`.")] = "auto",
     chunk: Annotated[int, typer.Option(min=1, help="Rows read, scored and written at a time.")] = 1024,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar and no summary.")] = False,
@@ -167,8 +170,13 @@ def score(
         "law": law and law.value,
     }
     options = {name: value for name, value in given.items() if value is not None}
-    if distribution and mode not in (Mode.exact, Mode.adaptive):
-        raise typer.BadParameter(f"--distribution is not an option of --mode {mode.value}")
+    for name, given_one, modes in (
+        ("--distribution", distribution, (Mode.exact, Mode.adaptive)),
+        ("--prompt", prompt, (Mode.logprob, Mode.adaptive)),
+        ("--rating-prompt", rating_prompt, (Mode.exact, Mode.sample, Mode.adaptive)),
+    ):
+        if given_one and mode not in modes:
+            raise typer.BadParameter(f"{name} is not an option of --mode {mode.value}")
     try:
         mode_options(mode.value, options)
     except InputError as error:
@@ -187,6 +195,7 @@ def score(
             prompt=prompts.load(prompt) if prompt else None,
             rating_prompt=prompts.load(rating_prompt) if rating_prompt else None,
             backend=backend,
+            min_label_mass=min_label_mass,
         )
         rows = _rows(source)
         total = unscored = 0

@@ -70,7 +70,7 @@ _VERIFY_SYSTEM = (
 )
 _RATE_SYSTEM = (
     "You rate from 0.0 to 1.0 how well a source text supports a statement. The source text is all you know. "
-    "0.0: not supported or contradicted. 0.5: partly supported or unclear. 1.0: stated in full."
+    "0.0 means not supported or contradicted, 0.5 partly supported or unclear, 1.0 stated in full."
 )
 
 #: Built-in wordings by task and layout. ``paper`` asks after the fact, as the ConsistencyGate paper does;

@@ -23,7 +23,7 @@ from gatekern.prompts import PromptEncoder
 from gatekern.results import FloatArray
 
 #: Texts of the states in which a reply goes on; white space before a number is no part of it.
-OPEN = ("", ".", "0", "1", "0.", "1.", *(f"0.{digit}" for digit in range(10)))
+OPEN = ("", ".", "0", "1", "0.", "1.", *(f"0.{digit}" for digit in range(10)), "1.0")
 _SPELLED = OPEN[2:]  # those in which models spell scores
 #: Scores that a reply can give: two decimals.
 VALUES: FloatArray = np.arange(101, dtype=np.float32) / np.float32(100)
@@ -107,7 +107,9 @@ def reply_table(encoder: PromptEncoder, vocab_rows: int) -> ReplyTable:
 
 
 _NUMERIC = re.compile(r"\s*[0-9.,]*")
-_SETTLED = re.compile(r"1\.0|[01]\.[0-9][0-9]")
+_SETTLED = re.compile(r"[01]\.[0-9][0-9]")
+_DECIMAL = re.compile(r"[01]\.[0-9]")
+_PAUSE = re.compile(r"\s*[.,:;\u2026]+")  # may stand inside a time or a version, but after a decimal it ends it
 
 
 def _after(text: str, tokens: list[str | None]) -> NDArray[np.uint8]:
@@ -117,6 +119,9 @@ def _after(text: str, tokens: list[str | None]) -> NDArray[np.uint8]:
     complete = np.array([token is None for token in tokens])
     rest = np.array([token != "" for token in tokens])  # a row of the head without a token says nothing
     for at, token in enumerate(tokens):
+        if token and _DECIMAL.fullmatch(text) and _PAUSE.fullmatch(token):
+            replies[at], complete[at] = text, True
+            continue
         if not token or not _NUMERIC.fullmatch(token):
             continue
         number = _normal(replies[at])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from gatekern.errors import InputError
 from gatekern.inputs import Pair, check_pairs
 from gatekern.labels import YES_NO, LabelSet, LabelSpec, resolve_labels
 from gatekern.modes import TASKS, Mode, Options, Task, check_mode, mode_options
-from gatekern.modes.adaptive import AdaptiveOptions, undecided
+from gatekern.modes.adaptive import AdaptiveOptions, answers_better, undecided
 from gatekern.modes.exact import ExactOptions, reply_evidence
 from gatekern.modes.logprob import label_evidence
 from gatekern.modes.sample import SampleOptions, TextReader, sample_evidence
@@ -88,6 +89,9 @@ class Verifier:
     ) -> None:
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise InputError(f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}")
+        for name, value in (("prompt", prompt), ("rating_prompt", rating_prompt)):
+            if value is not None and not isinstance(value, PromptTemplate):
+                raise InputError(f"{name} must be a PromptTemplate (gatekern.prompts.load reads one), got {value!r}")
         if not 0.0 <= min_label_mass <= 1.0:
             raise InputError(f"min_label_mass is a probability, got {min_label_mass}")
         self.model = model
@@ -234,8 +238,11 @@ class Verifier:
             return [Part("sample", first, sample_evidence(self.backbone, *args))]
         if isinstance(settings, AdaptiveOptions):
             labelled = self._labelled(first, work)
-            open_ = first.pairs[undecided(labelled.evidence, settings)[first.index]]
-            return [labelled, self._weighed(prompts[1].of(open_), settings, work)] if len(open_) else [labelled]
+            open_ = undecided(labelled.evidence, settings)[first.index]
+            if not open_.any():
+                return [labelled]
+            weighed = self._weighed(prompts[1].of(first.pairs[open_]), settings, work)
+            return [labelled, replace(weighed, decides=answers_better(labelled.mass[open_], weighed.mass, settings))]
         if isinstance(settings, ExactOptions):
             return [self._weighed(first, settings, work)]
         return [self._labelled(first, work)]

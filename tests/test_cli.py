@@ -191,6 +191,9 @@ def test_an_option_of_another_mode_is_a_usage_error(tmp_path):
         (["--mode", "adaptive"], "needs threshold"),
         (["--mode", "sample", "--temperature", "-1"], "temperature must be a number from 0.01 on"),
         (["--mode", "guess"], "guess"),
+        (["--mode", "sample", "--distribution"], "--distribution is not an option of --mode sample"),
+        (["--mode", "exact", "--prompt", "x.toml"], "--prompt is not an option of --mode exact"),
+        (["--rating-prompt", "x.toml"], "--rating-prompt is not an option of --mode logprob"),
     ):
         result = run("score", "--model", str(tmp_path), *arguments, stdin="")
         assert result.exit_code == 2

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 import gatekern as gk
 from gatekern import ops
+from gatekern.encoding import _num_visible
 from gatekern.prompts import PromptTemplate
-from gatekern.verifier import _num_visible
 from tests.families import tiny_model
 from tests.tinytok import MARKERS, SPECIAL, tiny_tokenizer
 
@@ -282,6 +282,8 @@ def test_an_explicit_backend_runs_or_raises():
         lambda v: v.score_batch(None),
         lambda v: v.encode("context", ""),
         lambda v: gk.Verifier(v.model, v.tokenizer, layout="sideways"),
+        lambda v: gk.Verifier(v.model, v.tokenizer, prompt="{context} {fact}"),
+        lambda v: gk.Verifier(v.model, v.tokenizer, rating_prompt="rate.toml"),
         lambda v: gk.Verifier(v.model, v.tokenizer, min_label_mass=2.0),
         lambda v: gk.Verifier(v.model, v.tokenizer, max_tokens_per_forward=0),
         lambda v: gk.Verifier(v.model, v.tokenizer, max_tokens_per_forward=64.5),

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from gatekern.modes.checks import check_real
 from gatekern.modes.evidence import Evidence
 from gatekern.modes.exact import ExactOptions
+from gatekern.results import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class AdaptiveOptions(ExactOptions):
         ``exact`` for every fact (docs/modes.md).
     mass : float
         Nor does one whose labels have together less than this probability: were all the rest to go to one label, the
-        score would move by up to ``1 - mass``, the default band.
+        score would move by up to ``1 - mass``, the default band. An exact score with less than this probability, and
+        less than the labels had, does not decide: then the log-probability score stays.
     """
 
     threshold: float
@@ -45,3 +47,13 @@ def undecided(evidence: Evidence, options: AdaptiveOptions) -> NDArray[np.bool_]
     near = np.abs(evidence.scores - options.threshold) <= options.band
     unsure: NDArray[np.bool_] = near | (evidence.mass < options.mass)
     return unsure & evidence.finite
+
+
+def answers_better(labels: FloatArray, scores: FloatArray, options: AdaptiveOptions) -> NDArray[np.bool_]:
+    """Whether the exact score decides, bool [num_pairs], by the masses of labels and of scores.
+
+    Not where the model would hardly reply with a score, and rather with a label: one bad answer is not to be replaced
+    by a worse one.
+    """
+    better: NDArray[np.bool_] = ~((scores < options.mass) & (scores < labels))
+    return better

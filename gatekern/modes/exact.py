@@ -1,6 +1,6 @@
 """Exact mode: the whole distribution of the scores that a model would reply with, from one forward.
 
-A score of at most two decimals passes through few token histories: "0", "1", "0.", "1.", "0.0" .. "0.9". They are read
+A score of at most two decimals passes through few token histories: "0", "1", "0.", "1.", "0.0" .. "1.0". They are read
 as a trie below every prompt, in the packed forward that reads the prompts. At each history the vocabulary falls into
 classes (a further digit, an end of the number, anything else); their probabilities, multiplied along the paths, are the
 law of the replies that `sample` mode draws.

@@ -45,8 +45,8 @@ class SampleOptions:
         From 0.01 on; 0 always takes the most probable token.
     top_p : float
         Above 0, at most 1: draw among the most probable tokens whose mass just reaches it.
-    max_new_tokens : int
-        A reply that has given no score by then is unparsed.
+    max_new_tokens : int, optional
+        A reply that has given no score by then is unparsed. Default 8, for replies as text 64.
     seed : int
         From 0 to 2**64 - 1.
     min_valid : int
@@ -63,7 +63,7 @@ class SampleOptions:
     k: int = 5
     temperature: float = 1.0
     top_p: float = 1.0
-    max_new_tokens: int = 8
+    max_new_tokens: int = None  # type: ignore[assignment]  # set by `reply`
     seed: int = 0
     min_valid: int = 1
     reply: Literal["number", "text"] = "number"
@@ -71,6 +71,9 @@ class SampleOptions:
     early_stop: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("reply", self.reply, ("number", "text"))
+        if self.max_new_tokens is None:
+            object.__setattr__(self, "max_new_tokens", 8 if self.reply == "number" else 64)
         for name, lowest in (("k", 1), ("max_new_tokens", 1), ("min_valid", 1), ("seed", 0)):
             check_whole(name, getattr(self, name), lowest)
         if self.seed >= 1 << 64:
@@ -80,7 +83,6 @@ class SampleOptions:
         if self.temperature != 0:
             check_real("temperature", self.temperature, LOWEST_TEMPERATURE, math.inf)
         check_real("top_p", self.top_p, 1e-9, 1.0)
-        check_choice("reply", self.reply, ("number", "text"))
         check_choice("early_stop", self.early_stop, (True, False))
         if self.early_stop != (self.threshold is not None):
             raise InputError("early_stop=True and threshold go together: it stops when the decision is certain")

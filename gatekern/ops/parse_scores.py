@@ -373,8 +373,10 @@ class _Registers:
         noise &= strength != grammar.LABELLED
         # Where nothing better was seen, say what was: out of range rather than malformed.
         seen = noise & (self.strength == 0) & (self.status != ParseStatus.OUT_OF_RANGE)
-        wins = ~noise & ((strength > self.strength) | (strength == grammar.LABELLED))
-        same = (status == self.status) & (mantissa == self.best_mantissa) & (places == self.best_places)
+        end = (status == ParseStatus.NO_NUMBER) | (status == ParseStatus.INCOMPLETE)  # of the reply, and last
+        wins = ~noise & ((strength > self.strength) | end)
+        equal = (mantissa == self.best_mantissa) & (places == self.best_places)
+        same = (status == self.status) & ((status != ParseStatus.OK) | equal)
         differs = ~noise & ~wins & (strength == self.strength) & ~same
         self._put(mask & (seen | wins), status=status)
         self._put(mask & differs, status=int(ParseStatus.AMBIGUOUS))

@@ -29,9 +29,9 @@ and the scale between. *Alone*: only spaces and punctuation beside it on its lin
 hence malformed if it is not out of range; so is one at the start of a line that a label on an earlier line announces,
 when words follow it.
 
-**Decision.** The last labelled item decides, whatever it is. Without one, the alone items decide, or else those in
-text: one value if all are equal, ambiguous if they differ or one is ambiguous; items that are out of range or malformed
-count only where there is no other. Nothing at all is `NO_NUMBER`.
+**Decision.** The labelled items decide; without one, the alone items; or else those in text: one value if all are
+equal, ambiguous if they differ or one is ambiguous. Items that are out of range or malformed count only where they are
+labelled, or where there is no other. Nothing at all is `NO_NUMBER`.
 
 **Thinking.** ``</think>`` discards all before it. A ``<think>`` that is not closed leaves `NO_NUMBER`.
 
@@ -59,8 +59,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-LABELS = ("score", "rating", "confidence", "probability", "support", "answer", "verdict")
-FILLERS = ("is", "of", "as")
+LABELS = ("score", "rating", "answer")  # not "confidence" and the like, which often stand beside a score
+FILLERS = ("is",)  # not "of": "a score of 1.0 would need ..."
 
 
 class ParseStatus(IntEnum):

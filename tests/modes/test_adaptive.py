@@ -33,6 +33,18 @@ def test_little_label_mass_goes_to_exact():
     assert np.isnan(nothing.distribution.probabilities).all()
 
 
+def test_a_bad_answer_is_not_replaced_by_a_worse_one():
+    """Label mass too low, but scores are less likely still."""
+    verifier = number_verifier(likely=["yes", "no", "Yes", "No"], other=-3.0)
+    labels = verifier.score_batch(PAIRS)
+    assert 0.2 < labels.label_mass.max() < 0.999
+    assert (verifier.score_batch(PAIRS, "exact").label_mass < labels.label_mass).all()
+    result = verifier.score_batch(PAIRS, "adaptive", threshold=0.5, mass=1.0)
+    assert set(result.decided_by) == {"logprob"}
+    np.testing.assert_allclose(result.scores, labels.scores, atol=1e-5)
+    assert result.usage.prompt_tokens > labels.usage.prompt_tokens, "both questions were asked"
+
+
 def test_bad_rows_and_duplicates_keep_their_places():
     verifier = number_verifier()
     rows = [PAIRS[0], ("context", ""), PAIRS[1], PAIRS[0], ("x " * 3000, "fact")]

@@ -28,9 +28,9 @@ BOUND = 1e-5
 def reading(text: str, *, complete: bool = False) -> tuple[str, int | None]:
     """The start of a reply by its whole text: ("open", None), ("score", hundredths) or ("none", None)."""
     number = text.lstrip()
-    if not complete and re.fullmatch(r"|\.|[01]|[01][.,]|0?[.,]\d|0[.,]\d", number) and number[:1] != ",":
+    if not complete and re.fullmatch(r"|\.|[01]|[01][.,]|0?[.,]\d|1[.,]0", number) and number[:1] != ",":
         return "open", None
-    settled = re.match(r"(1[.,]0|0?[.,]\d\d)", number)
+    settled = re.match(r"0?[.,]\d\d|1[.,]\d\d", number) or re.match(r"[01]\.\d(?=\s*[.,:;\u2026]+$)", number)
     if settled and number[:1] != ",":
         number, complete = settled.group(), True
     parsed = parse_texts([number], complete=complete)
@@ -45,7 +45,7 @@ def truth(verifier: gk.Verifier, pair, temperature: float = 1.0) -> np.ndarray:
     prompt = encoder.encode_one(*pair)
     spelled = {
         tuple(encoder.encode_one(*pair, answer=encoder.answer_lead + text)[len(prompt) :].tolist())
-        for text in ("0", "1", "0.", "1.", *(f"0.{digit}" for digit in range(10)))
+        for text in ("0", "1", "0.", "1.", "1.0", *(f"0.{digit}" for digit in range(10)))
     }
     beginnings = {path[:at] for path in spelled for at in range(len(path) + 1)}
     texts = encoder.token_texts(verifier.backbone.head.vocab_rows)
@@ -120,6 +120,23 @@ def test_every_state_and_token_reads_like_the_text(tokenizer):
     assert seen == {"open", "score", "none"}
 
 
+@pytest.mark.parametrize(
+    ("after", "settles"),
+    [(":", True), (",", True), (".", True), ("\n", True), ("%", False), ("/", False), (" -", False)],
+)
+def test_every_value_is_read_alike(after, settles):
+    """A score of 1.0 is no easier to give than one of 0.0 or 0.5, whatever the model says next."""
+    verifier = number_verifier(tokenizer=tokenizer_with_long_digits())
+    texts = verifier._encoder("rate").token_texts(verifier.backbone.head.vocab_rows)
+    if after not in texts:
+        pytest.skip(f"{after!r} is no token of this tokenizer")
+    states = verifier._replies.next_state[:, texts.index(after)]
+    for value in range(0, 101, 10):
+        expected = len(OPEN) + value if settles else INVALID
+        assert states[OPEN.index(f"{value / 100:.1f}")] == expected
+    assert verifier._replies.next_state[OPEN.index("1.0"), texts.index("5")] == INVALID
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "lfm2", "jamba"])
 def test_equals_one_forward_for_every_reply(family):
     verifier = number_verifier(family)
@@ -186,7 +203,7 @@ def test_a_fact_costs_its_trie_and_no_further_forward():
     verifier = number_verifier()
     exact = verifier.score_batch(PAIRS, "exact")
     plain = gk.Verifier(verifier.model, verifier.tokenizer, prompt=verifier._templates["rate"]).score_batch(PAIRS)
-    assert exact.usage.computed_tokens == plain.usage.computed_tokens + 14 * len(PAIRS)
+    assert exact.usage.computed_tokens == plain.usage.computed_tokens + 15 * len(PAIRS)
     assert exact.usage.forwards == plain.usage.forwards == 1
 
 

@@ -102,7 +102,7 @@ def test_no_valid_sample_is_a_status_and_names_the_replies():
     result = verifier.score_batch(PAIRS, "sample", k=3, temperature=0.2)
     assert set(result.status) == {"unparsed"}
     assert np.isnan(result.scores).all()
-    assert all("fewer than 1 of 3 replies gave a score, among them '7'" in note for note in result.notes)
+    assert all("none of 3 replies gave a score, among them '7'" in note for note in result.notes)
 
 
 def test_min_valid():
@@ -194,6 +194,12 @@ def test_the_rows_of_a_decode_are_bounded(monkeypatch):
     found = number_verifier(max_tokens_per_forward=600).score_batch(pairs, "sample", **options)
     assert found.replies == expected.replies
     assert max(held) <= 2 * 600 + 600
+
+
+def test_replies_as_text_are_longer_by_default():
+    assert SampleOptions().max_new_tokens == 8
+    assert SampleOptions(reply="text").max_new_tokens == 64
+    assert SampleOptions(reply="text", max_new_tokens=8).max_new_tokens == 8
 
 
 def test_no_room_for_an_answer():

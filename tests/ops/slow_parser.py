@@ -19,7 +19,7 @@ LETTER = "A-Za-zéß分\ufffd"
 JOINER = ":'’…·٫。"  # noqa: RUF001
 DASH = r"\-–—−"  # noqa: RUF001
 SOFT = ' \t*`"~$“”_'
-LABELS = ("score", "rating", "confidence", "probability", "support", "answer", "verdict")
+LABELS = ("score", "rating", "answer")
 
 _IN_LIST = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+{DASH}]?[0-9]+)?")
 _NUMBER = re.compile(rf"[01],[0-9]+|{_IN_LIST.pattern}")
@@ -255,7 +255,7 @@ class _Reader:
 
     def word(self, word: str) -> None:
         self.commit_pending()
-        keeps = self.place in ("labelled", "above") and word in ("is", "of", "as")
+        keeps = self.place in ("labelled", "above") and word == "is"
         self.place = "labelled" if word in LABELS or keeps else "text"
 
     def end_line(self) -> None:
@@ -267,10 +267,8 @@ class _Reader:
         noise = (Status.OUT_OF_RANGE, Status.MALFORMED)
         labelled = [item for item in self.items if item[0] == 3]
         serious = [item for item in self.items if item[1] not in noise]
-        if labelled:
-            _, status, value = labelled[-1]
-        elif serious:
-            strongest = [item for item in serious if item[0] == max(item[0] for item in serious)]
+        if labelled or serious:
+            strongest = labelled or [item for item in serious if item[0] == max(item[0] for item in serious)]
             _, status, value = strongest[0]
             if len({item[1:] for item in strongest}) > 1:
                 status = Status.AMBIGUOUS

@@ -42,6 +42,7 @@ MAX_EXPONENT = tl.constexpr(grammar.MAX_EXPONENT)
 MAX_PLACES = tl.constexpr(grammar.MAX_PLACES)
 OK = tl.constexpr(int(ParseStatus.OK))
 NO_NUMBER = tl.constexpr(int(ParseStatus.NO_NUMBER))
+INCOMPLETE = tl.constexpr(int(ParseStatus.INCOMPLETE))
 AMBIGUOUS = tl.constexpr(int(ParseStatus.AMBIGUOUS))
 OUT_OF_RANGE = tl.constexpr(int(ParseStatus.OUT_OF_RANGE))
 MALFORMED = tl.constexpr(int(ParseStatus.MALFORMED))
@@ -121,8 +122,10 @@ def parse_scores_kernel(
         commits = new_strength != 0
         noise = ((new_status == OUT_OF_RANGE) | (new_status == MALFORMED)) & (new_strength != LABELLED)
         seen = commits & noise & (strength == 0) & (status != OUT_OF_RANGE)
-        wins = commits & ~noise & ((new_strength > strength) | (new_strength == LABELLED))
-        same = (new_status == status) & (number == best_mantissa) & (number_places == best_places)
+        end = (new_status == NO_NUMBER) | (new_status == INCOMPLETE)  # of the reply, and last
+        wins = commits & ~noise & ((new_strength > strength) | end)
+        equal = (number == best_mantissa) & (number_places == best_places)
+        same = (new_status == status) & ((status != OK) | equal)
         differs = commits & ~noise & ~wins & (new_strength == strength) & ~same
         status = tl.where(differs, AMBIGUOUS, tl.where(seen | wins, new_status, status))
         strength = tl.where(wins, new_strength, strength)
