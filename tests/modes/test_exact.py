@@ -122,7 +122,7 @@ def test_every_state_and_token_reads_like_the_text(tokenizer):
 
 @pytest.mark.parametrize(
     ("after", "settles"),
-    [(":", True), (",", True), (".", True), ("\n", True), ("%", False), ("/", False), (" -", False)],
+    [(":", True), (",", True), (".", True), ("\n", True), ("%", False), ("/", False)],
 )
 def test_every_value_is_read_alike(after, settles):
     """A score of 1.0 is no easier to give than one of 0.0 or 0.5, whatever the model says next."""
