@@ -373,8 +373,8 @@ class _Registers:
         noise &= strength != grammar.LABELLED
         # Where nothing better was seen, say what was: out of range rather than malformed.
         seen = noise & (self.strength == 0) & (self.status != ParseStatus.OUT_OF_RANGE)
-        end = (status == ParseStatus.NO_NUMBER) | (status == ParseStatus.INCOMPLETE)  # of the reply, and last
-        wins = ~noise & ((strength > self.strength) | end)
+        final = (status == ParseStatus.NO_NUMBER) | (status == ParseStatus.INCOMPLETE)  # of the end of the reply
+        wins = ~noise & ((strength > self.strength) | final)
         equal = (mantissa == self.best_mantissa) & (places == self.best_places)
         same = (status == self.status) & ((status != ParseStatus.OK) | equal)
         differs = ~noise & ~wins & (strength == self.strength) & ~same

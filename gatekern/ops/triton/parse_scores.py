@@ -122,8 +122,8 @@ def parse_scores_kernel(
         commits = new_strength != 0
         noise = ((new_status == OUT_OF_RANGE) | (new_status == MALFORMED)) & (new_strength != LABELLED)
         seen = commits & noise & (strength == 0) & (status != OUT_OF_RANGE)
-        end = (new_status == NO_NUMBER) | (new_status == INCOMPLETE)  # of the reply, and last
-        wins = commits & ~noise & ((new_strength > strength) | end)
+        final = (new_status == NO_NUMBER) | (new_status == INCOMPLETE)  # of the end of the reply
+        wins = commits & ~noise & ((new_strength > strength) | final)
         equal = (number == best_mantissa) & (number_places == best_places)
         same = (new_status == status) & ((status != OK) | equal)
         differs = commits & ~noise & ~wins & (new_strength == strength) & ~same
