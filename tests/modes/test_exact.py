@@ -128,8 +128,6 @@ def test_every_value_is_read_alike(after, settles):
     """A score of 1.0 is no easier to give than one of 0.0 or 0.5, whatever the model says next."""
     verifier = number_verifier(tokenizer=tokenizer_with_long_digits())
     texts = verifier._encoder("rate").token_texts(verifier.backbone.head.vocab_rows)
-    if after not in texts:
-        pytest.skip(f"{after!r} is no token of this tokenizer")
     states = verifier._replies.next_state[:, texts.index(after)]
     for value in range(0, 101, 10):
         expected = len(OPEN) + value if settles else INVALID
