@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from gatekern.errors import BackendError
-from gatekern.ops import native
+from gatekern.ops import flash, native
 
 logger = logging.getLogger("gatekern")
 
@@ -28,11 +28,13 @@ FORMS: dict[str, tuple[str, ...]] = {
     "label_scores": ("triton", "native", "torch"),
     "vocab_lse": ("triton", "torch"),
     "class_lse": ("torch",),
-    "prefix_attention": ("torch",),
+    "prefix_attention": ("triton", "flash", "torch"),
+    "merge_attention": ("triton", "torch"),
+    "draw_tokens": ("torch",),
     "parse_scores": ("triton", "native", "torch"),
 }
-_BACKENDS = ("triton", "native", "torch")
-_PREFERRED = {"cuda": "triton", "cpu": "native"}
+_BACKENDS = ("triton", "flash", "native", "torch")
+_PREFERRED = {"cuda": ("triton", "flash"), "cpu": ("native",)}  # before "torch", the best first
 _MIN_CAPABILITY = (8, 0)  # bf16 tensor cores
 
 _broken: dict[tuple[str, str], str] = {}  # (operator, backend) -> why it failed when it ran
@@ -48,7 +50,7 @@ class Backend:
     Attributes
     ----------
     name : str
-        ``"triton"``, ``"native"`` or ``"torch"``.
+        ``"triton"``, ``"flash"``, ``"native"`` or ``"torch"``.
     available : bool
     reason : str
         Why it is not available; empty when it is.
@@ -72,17 +74,19 @@ def backends() -> list[Backend]:
     Examples
     --------
     >>> [b.name for b in backends()]
-    ['triton', 'native', 'torch']
+    ['triton', 'flash', 'native', 'torch']
     >>> backends()[-1].available
     True
     """
     triton = _triton_state(_current_cuda_device())
+    flash_reason = flash.why_not(torch.device("cuda"))
     try:
         reason, detail = native.why_not() or "", native.describe()
     except BackendError as error:  # a bad GATEKERN_ISA is reported here and raised where an operator runs
         reason, detail = str(error), ""
     return [
         Backend("triton", not triton.reason, triton.reason, triton.detail),
+        Backend("flash", flash_reason is None, flash_reason or "", flash.describe() if flash_reason is None else ""),
         Backend("native", not reason, reason, detail),
         Backend("torch", True, detail=f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads"),
     ]
@@ -101,7 +105,7 @@ def select(
     op : str
         A key of `FORMS`.
     backend : str
-        ``"auto"`` or one of ``"triton"``, ``"native"``, ``"torch"``.
+        ``"auto"`` or one of ``"triton"``, ``"flash"``, ``"native"``, ``"torch"``.
     device : torch.device or str
         Where the operands live.
     unfit : mapping of str to str, optional
@@ -110,7 +114,7 @@ def select(
     Returns
     -------
     str
-        ``"triton"``, ``"native"`` or ``"torch"``.
+        ``"triton"``, ``"flash"``, ``"native"`` or ``"torch"``.
 
     Raises
     ------
@@ -124,20 +128,39 @@ def select(
     """
     device = torch.device(device)
     if backend == "auto":
-        preferred = _PREFERRED.get(device.type, "torch")
-        if preferred not in FORMS[op]:
-            return "torch"
-        reason = _why_not(op, preferred, device, unfit)
-        if reason is None:
-            return preferred
-        _say_once(op, f"{preferred} cannot run: {reason}", device)
-        return "torch"
+        taken, given_up = _best(op, device, unfit)
+        _say_once(op, taken, given_up, device)
+        return taken
     if backend not in _BACKENDS:
-        raise BackendError(f"unknown backend {backend!r}; choose 'auto', 'triton', 'native' or 'torch'")
+        raise BackendError(f"unknown backend {backend!r}; choose 'auto' or one of {', '.join(_BACKENDS)}")
     reason = _why_not(op, backend, device, unfit)
     if reason is not None:
         raise BackendError(f"{op}: backend {backend!r} cannot run on {device}: {reason}")
     return backend
+
+
+def chosen(op: str, device: torch.device | str) -> str:
+    """What ``"auto"`` takes for an operator, and why nothing better, as one line.
+
+    Examples
+    --------
+    >>> chosen("class_lse", "cpu")
+    'torch (of torch)'
+    """
+    taken, given_up = _best(op, torch.device(device), None)
+    return f"{taken} (of {', '.join(FORMS[op])})" + "".join(f"; {reason}" for reason in given_up)
+
+
+def _best(op: str, device: torch.device, unfit: Mapping[str, str] | None) -> tuple[str, list[str]]:
+    """The best form that runs, and what was given up for it."""
+    given_up: list[str] = []
+    for preferred in _PREFERRED.get(device.type, ()):
+        if preferred in FORMS[op]:
+            reason = _why_not(op, preferred, device, unfit)
+            if reason is None:
+                return preferred, given_up
+            given_up.append(f"{preferred} cannot run: {reason}")
+    return "torch", given_up
 
 
 def resolved_name(op: str, backend: str = "auto", device: torch.device | str = "cpu") -> str:
@@ -194,6 +217,8 @@ def _why_not(op: str, backend: str, device: torch.device, unfit: Mapping[str, st
         return unfit[backend]
     if backend == "native":
         return native.why_not() if device.type == "cpu" else "the C++ kernels run on the CPU only"
+    if backend == "flash":
+        return flash.why_not(device)
     if backend == "triton":
         if device.type != "cuda":
             return "Triton kernels run on CUDA devices only"
@@ -201,12 +226,13 @@ def _why_not(op: str, backend: str, device: torch.device, unfit: Mapping[str, st
     return None
 
 
-def _say_once(op: str, reason: str, device: torch.device) -> None:
-    if (op, reason) not in _said:
-        _said.add((op, reason))
+def _say_once(op: str, taken: str, given_up: Sequence[str], device: torch.device) -> None:
+    reasons = "; ".join(given_up)
+    if reasons and (op, reasons) not in _said:
+        _said.add((op, reasons))
         # On a CPU PyTorch is a fine second choice; a damaged extension warns when it is loaded.
         level = logging.WARNING if device.type == "cuda" else logging.INFO
-        logger.log(level, "%s runs on PyTorch: %s", op, reason)
+        logger.log(level, "%s runs on %s: %s", op, "PyTorch" if taken == "torch" else taken, reasons)
 
 
 def _current_cuda_device() -> int | None:

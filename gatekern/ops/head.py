@@ -1,6 +1,8 @@
-"""What the operators on a language-model head share: operand checks and the map from dot product to logit."""
+"""What the operators on a language-model head share: its description, operand checks, the map from product to logit."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +11,41 @@ from gatekern.errors import InputError
 
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """A language-model head: ``logit[t] = softcap * tanh(scale * (h . weight[t] + bias[t]) / softcap)``, nats.
+
+    Without a cap ``logit[t] = scale * (h . weight[t] + bias[t])``. The tensors are read where they are, never copied,
+    and checked by the operator that is called with them.
+
+    Attributes
+    ----------
+    weight : Tensor, float32 | bfloat16 | float16 [V, H]
+        Each row contiguous. May have more rows than the tokenizer has tokens.
+    bias : Tensor, float32 or same dtype [V], or None
+    scale : float
+        Factor on the logits, as in Cohere and Granite.
+    softcap : float or None
+        Cap in nats, as in Gemma 2.
+
+    Examples
+    --------
+    >>> import torch
+    >>> HeadSpec(torch.zeros(100, 8), softcap=30.0).vocab_rows
+    100
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the weight, `V`."""
+        return int(self.weight.shape[0])
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float) -> None:

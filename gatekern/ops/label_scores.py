@@ -20,6 +20,8 @@ from gatekern.ops import dispatch, native
 from gatekern.ops.head import accumulation_dtype, check_head, finish_logits_, with_contiguous_rows
 from gatekern.ops.triton.configs import MAX_LABELS
 
+_ROWS_PER_BLOCK = 16
+
 Groups = Sequence[Sequence[int]] | tuple[Tensor, Tensor]
 
 
@@ -209,10 +211,17 @@ def _label_scores_triton(*operands: object) -> tuple[Tensor, Tensor]:
     return launch(*operands)  # type: ignore[arg-type]
 
 
+def _label_scores_torch(hidden: Tensor, *operands: object) -> tuple[Tensor, Tensor]:
+    """In blocks of rows: PyTorch's product of a few rows adds in another order than that of many."""
+    padded = torch.nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[0] % _ROWS_PER_BLOCK))
+    logits, score = label_scores_reference(padded, *operands)  # type: ignore[arg-type]
+    return logits[: len(hidden)], score[: len(hidden)]
+
+
 _FORMS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "triton": _label_scores_triton,
     "native": native.label_scores,
-    "torch": label_scores_reference,
+    "torch": _label_scores_torch,
 }
 
 

@@ -8,22 +8,23 @@ Hydragen (arXiv 2402.05099) at any depth of sharing: keys of a shared prefix are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gatekern.layout import IntArray, Range, SegmentLayout
+from gatekern.errors import InputError
+from gatekern.layout import SegmentLayout
+from gatekern.ops import dispatch
+from gatekern.ops.head import DTYPES
+from gatekern.ops.pytorch.cascade_attention import cascade_attention
+from gatekern.ops.pytorch.path_attention import path_attention
 
-_ROWS_PER_MASK = (
-    256  # masked rows are taken in blocks: a mask is never larger than this many rows by the keys they span
-)
-_PADDING = 1.25  # short segments share a call while it computes at most this many times their own scores
-_ALONE = 256  # a segment of this many keys fills a call by itself
-_SCORES_PER_BLOCK = 1 << 23  # elements of the score matrix that the plain path holds at once
+_MAX_DIM = 256  # of a head in the Triton and flash forms
 
 
 def prefix_attention(
@@ -37,6 +38,8 @@ def prefix_attention(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    backend: str = "auto",
+    invariant: bool = False,
 ) -> Tensor:
     """Attention of every row over its path in the prefix tree.
 
@@ -87,56 +90,97 @@ def prefix_attention(
     >>> prefix_attention(q, k, v, layout, scale=0.25).shape
     torch.Size([7, 4, 16])
     """
-    schedule = _schedule(layout, window, chunk, query.dtype, query.device)
-    num_heads, value_dim = query.shape[1], value.shape[2]
-    # One row more than there are: padding is written there.
-    out = query.new_empty(layout.num_rows + 1, num_heads, value_dim, dtype=torch.float32)
-    lse = query.new_empty(layout.num_rows + 1, num_heads, dtype=torch.float32)
-
-    for batch in schedule.own:
-        taken = _take_rows(query, batch.rows), _take_rows(key, batch.keys), _take_rows(value, batch.keys)
-        heads = [_heads_first(x) for x in taken]
-        part, part_lse = _attend(*heads, scale=scale, softcap=softcap, causal=batch.bias is None, bias=batch.bias)
-        out.index_copy_(0, batch.target, part.transpose(1, 2).flatten(0, 1).float())
-        lse.index_copy_(0, batch.target, part_lse.transpose(1, 2).flatten(0, 1))
-    out, lse = out[:-1], lse[:-1]
-
-    for block in schedule.blocks:
-        rows = slice(*block.rows)
-        heads = [_heads_first(x[None]) for x in (query[rows], _take_ranges(key, block), _take_ranges(value, block))]
-        part, part_lse = _attend(*heads, scale=scale, softcap=softcap, causal=block.causal, bias=block.bias)
-        part, part_lse = part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
-        if block.own:
-            out[rows], lse[rows] = part.float(), part_lse
-        else:
-            if block.blind is not None:  # the flash kernel reports 0 for a row that sees no key
-                part_lse = part_lse.masked_fill(block.blind[:, None], -torch.inf)
-            merge_(out[rows], lse[rows], part, part_lse)
-
-    if sinks is not None:
-        out *= torch.sigmoid(lse - sinks.float())[..., None]
-    return out.to(query.dtype)
+    check_attention(query, key, value, layout, window, chunk, softcap, sinks)
+    unfit = _unfit(query, value, layout, window, chunk, softcap, invariant)
+    options: dict[str, Any] = {"scale": scale, "window": window, "chunk": chunk, "softcap": softcap, "sinks": sinks}
+    forms: Mapping[str, Callable[..., Tensor]] = {
+        "triton": _triton,
+        "flash": _flash,
+        "torch": path_attention if invariant else cascade_attention,
+    }
+    launched = {name: partial(form, **options) for name, form in forms.items()}
+    with dispatch.plain_arithmetic(query.device):
+        return dispatch.run("prefix_attention", backend, query.device, launched, query, key, value, layout, unfit=unfit)
 
 
-def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention over more keys into `out` and `lse`, in place.
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SegmentLayout,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Check the operands; metadata only, so it costs no device synchronisation.
 
-    With ``w = sigmoid(part_lse - lse)`` the result is ``(1 - w) * out + w * part``, and its log-sum-exp
-    ``logaddexp(lse, part_lse)``.
-
-    Parameters
-    ----------
-    out : Tensor float32 [rows, heads, dim]
-        Attention over the keys so far.
-    lse : Tensor float32 [rows, heads]
-        Its log-sum-exp of scores, nats; finite.
-    part : Tensor [rows, heads, dim]
-        Attention over other keys.
-    part_lse : Tensor float32 [rows, heads]
-        Its log-sum-exp, ``-inf`` where a row sees none of those keys.
+    Raises
+    ------
+    InputError
+        If a rank, size, dtype or device does not fit.
     """
-    out.lerp_(part.float(), torch.sigmoid(part_lse - lse)[..., None])
-    torch.logaddexp(lse, part_lse, out=lse)
+    shapes = f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+    if not query.ndim == key.ndim == value.ndim == 3:
+        raise InputError(f"query, key and value must be [rows or keys, heads, head_dim]; {shapes}")
+    rows, keys = layout.num_rows, layout.num_keys
+    if query.shape[0] != rows or key.shape[0] != keys or value.shape[0] != keys:
+        raise InputError(f"the layout has {rows} rows and {keys} keys; {shapes}")
+    if key.shape[1] != value.shape[1] or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise InputError(f"key and value need the same heads, and query a multiple of them; {shapes}")
+    if query.shape[2] != key.shape[2] or query.shape[2] == 0 or value.shape[2] == 0:
+        raise InputError(f"query and key need the same head_dim; {shapes}")
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        dtypes = f"got {query.dtype}, {key.dtype} and {value.dtype}"
+        raise InputError(f"query, key and value must share one dtype of float32, bfloat16, float16; {dtypes}")
+    if not query.device == key.device == value.device:
+        raise InputError(f"query is on {query.device}, key on {key.device} and value on {value.device}")
+    for name, size in (("window", window), ("chunk", chunk)):
+        if size is not None and size < 1:
+            raise InputError(f"{name} must be at least 1 position or None; got {size}")
+    if softcap is not None and not softcap > 0:
+        raise InputError(f"softcap must be a positive number or None; got {softcap}")
+    if sinks is not None and (sinks.shape != query.shape[1:2] or sinks.device != query.device):
+        found = f"got {tuple(sinks.shape)} on {sinks.device}"
+        raise InputError(f"sinks must be [num_heads] = [{query.shape[1]}] on {query.device}; {found}")
+
+
+def _unfit(
+    query: Tensor,
+    value: Tensor,
+    layout: SegmentLayout,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    invariant: bool,
+) -> dict[str, str]:
+    """What these operands rule out, and why."""
+    reasons = {}
+    if max(query.shape[2], value.shape[2]) > _MAX_DIM:
+        reasons["triton"] = f"its kernel takes heads of at most {_MAX_DIM} dimensions"
+    if invariant:
+        reasons["flash"] = "its kernels add in an order that depends on the batch"
+    elif query.device.type == "cuda" and (reason := _flash_unfit(query, value, layout, window, chunk, softcap)):
+        reasons["flash"] = reason
+    return reasons
+
+
+def _triton(*operands: Any, **options: Any) -> Tensor:
+    from gatekern.ops.triton.prefix_attention import prefix_attention as launch
+
+    return launch(*operands, **options)
+
+
+def _flash(*operands: Any, **options: Any) -> Tensor:
+    from gatekern.ops.flash.prefix_attention import prefix_attention as launch
+
+    return launch(*operands, **options)
+
+
+def _flash_unfit(*operands: Any) -> str | None:
+    from gatekern.ops.flash.prefix_attention import unfit
+
+    return unfit(*operands)
 
 
 def prefix_attention_reference(
@@ -172,220 +216,4 @@ def prefix_attention_reference(
 
 def visibility(layout: SegmentLayout, window: int | None = None, chunk: int | None = None) -> NDArray[np.bool_]:
     """The dense mask that `layout` stands for, bool [num_rows, num_keys]. For tests and small inputs."""
-    return _sees(layout, np.arange(layout.num_rows), np.arange(layout.num_keys), layout.first_visible(window, chunk))
-
-
-def _sees(layout: SegmentLayout, rows: IntArray, keys: IntArray, first_visible: IntArray) -> NDArray[np.bool_]:
-    """Whether each of `rows` [..., num_rows] sees each of `keys` [..., num_keys]: bool [..., num_rows, num_keys]."""
-    rows, keys = rows[..., :, None], keys[..., None, :]
-    begin, end = layout.seen[keys, 0], layout.seen[keys, 1]
-    mask: NDArray[np.bool_] = (begin <= rows) & (rows < end) & (layout.key_positions[keys] >= first_visible[rows])
-    return mask
-
-
-@dataclass(frozen=True)
-class _OwnBatch:
-    """Segments that attend to their own keys in one call, padded on the right to the longest."""
-
-    rows: Tensor  # int64 [batch, num_rows]: query rows; padding repeats a segment's last row
-    keys: Tensor  # int64 [batch, num_keys]: on the key axis; padding repeats its last key
-    target: Tensor  # int64 [batch * num_rows]: where each result goes; one past the last row for padding
-    bias: Tensor | None  # [batch, 1, num_rows, num_keys], 0 where visible and -inf elsewhere; None: causal
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A range of rows over some ranges of keys, in one call."""
-
-    rows: Range
-    keys: list[Range]
-    own: bool  # the rows' own segment: the first part that they see
-    causal: bool = False
-    bias: Tensor | None = None  # [1, 1, rows, keys], 0 where visible and -inf elsewhere
-    blind: Tensor | None = None  # bool [rows]: rows that see none of these keys
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    own: tuple[_OwnBatch, ...]
-    blocks: tuple[_Block, ...]  # own blocks before shared ones, so that a merge finds a finite log-sum-exp
-
-
-def _schedule(
-    layout: SegmentLayout, window: int | None, chunk: int | None, dtype: torch.dtype, device: torch.device
-) -> _Schedule:
-    """Calls to make for layers with this window or chunk, on this device; computed once per layout."""
-    key = (window, chunk, dtype, device)
-    schedule = layout.derived.get(key)
-    if schedule is None:
-        schedule = layout.derived[key] = _build_schedule(layout, layout.first_visible(window, chunk), dtype, device)
-    return schedule
-
-
-def _build_schedule(
-    layout: SegmentLayout, first_visible: IntArray, dtype: torch.dtype, device: torch.device
-) -> _Schedule:
-    def bias(seen: NDArray[np.bool_]) -> Tensor:
-        """From [batch, rows, keys] to what `_attend` adds to the scores of every head."""
-        zeros = torch.zeros(seen.shape, dtype=dtype, device=device)
-        return zeros.masked_fill_(~torch.from_numpy(seen).to(device), -torch.inf)[:, None]
-
-    def masked(rows: Range, keys: list[Range], own: bool) -> Iterator[_Block]:
-        """Blocks of rows over the keys from the first one that any of them sees."""
-        for begin in range(*rows, _ROWS_PER_MASK):
-            end = min(begin + _ROWS_PER_MASK, rows[1])
-            index = np.concatenate([np.arange(*one) for one in keys])
-            seen = _sees(layout, np.arange(begin, end), index, first_visible)
-            used = np.nonzero(seen.any(axis=0))[0]
-            if not len(used):
-                continue
-            index, seen = index[used[0] : used[-1] + 1], seen[:, used[0] : used[-1] + 1]
-            blind = None if own else torch.from_numpy(~seen.any(axis=1)).to(device)
-            yield _Block((begin, end), _as_ranges(index), own, bias=bias(seen[None]), blind=blind)
-
-    short: dict[bool, list[tuple[Range, list[Range]]]] = {True: [], False: []}  # by whether they are causal
-    blocks: list[_Block] = []
-    first_row_key = layout.num_keys - layout.num_rows
-    for rows, keys in layout.own():
-        begin, end = (row + first_row_key for row in rows)
-        causal = (
-            keys == [(begin, end)]
-            and bool((layout.seen[begin:end, 1] >= rows[1]).all())
-            and first_visible[rows[1] - 1] <= layout.key_positions[begin]
-        )
-        if sum(stop - start for start, stop in keys) < _ALONE:
-            short[causal].append((rows, keys))
-        elif causal:
-            blocks.append(_Block(rows, keys, own=True, causal=True))
-        else:
-            blocks.extend(masked(rows, keys, own=True))
-
-    for rows, keys in layout.shared():
-        first, last = layout.key_positions[keys[0][0]], layout.key_positions[keys[-1][1] - 1]
-        if first_visible[slice(*rows)].max() <= first:
-            blocks.append(_Block(rows, keys, own=False))
-        elif first_visible[slice(*rows)].min() <= last:
-            blocks.extend(masked(rows, keys, own=False))
-
-    batches = []
-    for causal, segments in short.items():
-        for group in _similar(segments):
-            rows_index, rows_valid = _padded([[rows] for rows, _ in group])
-            keys_index, keys_valid = _padded([keys for _, keys in group])
-            seen = None if causal else _sees(layout, rows_index, keys_index, first_visible) & keys_valid[:, None, :]
-            batches.append(
-                _OwnBatch(
-                    rows=torch.from_numpy(rows_index).to(device),
-                    keys=torch.from_numpy(keys_index).to(device),
-                    target=torch.from_numpy(np.where(rows_valid, rows_index, layout.num_rows).reshape(-1)).to(device),
-                    bias=None if seen is None else bias(seen),
-                )
-            )
-    return _Schedule(tuple(batches), tuple(blocks))
-
-
-def _as_ranges(index: IntArray) -> list[Range]:
-    """Ascending or piecewise ascending indices as ranges of consecutive ones."""
-    cuts = np.nonzero(np.diff(index) != 1)[0] + 1
-    pieces = np.split(index, cuts)
-    return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
-
-
-def _similar(segments: list[tuple[Range, list[Range]]]) -> Iterator[list[tuple[Range, list[Range]]]]:
-    """Group segments by number of rows and keys, so that little padding is computed."""
-
-    def size(segment: tuple[Range, list[Range]]) -> tuple[int, int]:
-        (begin, end), keys = segment
-        return end - begin, sum(stop - start for start, stop in keys)
-
-    queue = sorted(segments, key=size, reverse=True)
-    sizes = [size(segment) for segment in queue]
-    begin = 0
-    while begin < len(queue):
-        end, rows, keys, work = begin, 0, 0, 0
-        while end < len(queue):
-            rows, keys, work = max(rows, sizes[end][0]), max(keys, sizes[end][1]), work + sizes[end][0] * sizes[end][1]
-            if rows * keys * (end + 1 - begin) > _PADDING * work:
-                break
-            end += 1
-        yield queue[begin:end]
-        begin = end
-
-
-def _padded(ranges: list[list[Range]]) -> tuple[IntArray, NDArray[np.bool_]]:
-    """Indices in each list of ranges, padded on the right with the last one, and which are no padding."""
-    flat = [np.concatenate([np.arange(*one) for one in some]) for some in ranges]
-    lengths = np.array([len(index) for index in flat])
-    place = np.arange(lengths.max())
-    starts = np.cumsum(lengths) - lengths
-    index = np.concatenate(flat)[starts[:, None] + np.minimum(place, lengths[:, None] - 1)]
-    return index, place < lengths[:, None]
-
-
-def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """``x[rows]``, row by row in one copy: several times faster than indexing with a matrix."""
-    return x.flatten(1).index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:])
-
-
-def _take_ranges(x: Tensor, block: _Block) -> Tensor:
-    """Keys or values of a block; a view when they are one range."""
-    pieces = [x[begin:end] for begin, end in block.keys]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """[batch, rows, heads, dim] as [batch, heads, rows, dim], without a copy."""
-    return x.transpose(1, 2)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One dense attention call: output [batch, heads, rows, value_dim] and float32 log-sum-exp [batch, heads, rows].
-
-    `causal` means that key ``i`` is row ``i``. `bias` [batch, 1, rows, keys] is added to the scores.
-    """
-    if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-        return out, lse
-    return _attend_by_products(query, key, value, scale=scale, softcap=softcap, causal=causal, bias=bias)
-
-
-def _attend_by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    batch, heads, num_rows, _ = query.shape
-    kv_heads, num_keys = key.shape[1], key.shape[2]
-    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
-    k, v = key.float()[:, :, None], value.float()[:, :, None]
-    step = max(16, _SCORES_PER_BLOCK // (batch * heads * num_keys))
-    outs, lses = [], []
-    for row in range(0, num_rows, step):
-        scores = grouped[..., row : row + step, :].float() @ k.transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if bias is not None:
-            scores = scores + bias[:, :, None, row : row + step].float()
-        if causal:
-            rows = torch.arange(row, row + scores.shape[-2], device=scores.device)
-            scores = scores.masked_fill(rows[:, None] < torch.arange(num_keys, device=scores.device), -torch.inf)
-        lse = scores.logsumexp(dim=-1)
-        weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])  # a blind row keeps weights of zero
-        outs.append((weights @ v).to(query.dtype))
-        lses.append(lse)
-    return torch.cat(outs, dim=-2).flatten(1, 2), torch.cat(lses, dim=-1).flatten(1, 2)
+    return layout.sees(np.arange(layout.num_rows), np.arange(layout.num_keys), layout.first_visible(window, chunk))

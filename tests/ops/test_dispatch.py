@@ -88,7 +88,7 @@ def test_explicit_backend_raises_through_the_operator():
 
 def test_backends_describe_this_machine():
     found = {backend.name: backend for backend in backends()}
-    assert list(found) == ["triton", "native", "torch"]
+    assert list(found) == ["triton", "flash", "native", "torch"]
     assert found["torch"].available
     assert found["torch"].detail.startswith(f"torch {torch.__version__}")
     for backend in found.values():

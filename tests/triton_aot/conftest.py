@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gatekern.ops.triton.configs import ENABLE_FP_FUSION, Config
+from gatekern.ops.triton.configs import ENABLE_FP_FUSION, AttentionConfig, Config
 
 # Shared memory that one thread block can have, in bytes (CUDA C programming guide, table of technical specifications).
 _SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -51,8 +51,10 @@ def compile_kernel(tmp_path: Path) -> Callable[..., Compiled]:
         types: Mapping[str, str],
         constants: Mapping[str, Any],
         arch: int,
-        config: Config,
+        config: Config | AttentionConfig,
         unaligned: frozenset[str] = frozenset(),
+        *,
+        fp_fusion: bool = ENABLE_FP_FUSION,
     ) -> Compiled:
         signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
         aligned = {
@@ -64,7 +66,7 @@ def compile_kernel(tmp_path: Path) -> Callable[..., Compiled]:
         options = {
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            "enable_fp_fusion": ENABLE_FP_FUSION,
+            "enable_fp_fusion": fp_fusion,
         }
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         cubin = tmp_path / "kernel.cubin"

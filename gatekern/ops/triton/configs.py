@@ -18,6 +18,16 @@ PARTIALS_PER_STEP = 1024
 
 
 @dataclass(frozen=True)
+class AttentionConfig:
+    """Tile sizes of `prefix_attention` (rows packed with heads, slots of the path) and launch options."""
+
+    block_rows: int
+    block_slots: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
 class Config:
     """Tile sizes (rows of hidden, rows of the weight, elements of the hidden width) and launch options."""
 
@@ -49,6 +59,22 @@ _VOCAB_LSE = {
     (4, False): Config(block_rows=64, block_vocab=64, block_width=32, num_warps=4, num_stages=3),
 }
 
+# element size, head dimension, size of shared memory
+_PREFIX_ATTENTION = {
+    (2, 64, True): AttentionConfig(block_rows=128, block_slots=64, num_warps=8, num_stages=3),
+    (2, 64, False): AttentionConfig(block_rows=128, block_slots=64, num_warps=8, num_stages=2),
+    (2, 128, True): AttentionConfig(block_rows=128, block_slots=64, num_warps=8, num_stages=3),
+    (2, 128, False): AttentionConfig(block_rows=64, block_slots=64, num_warps=4, num_stages=2),
+    (2, 256, True): AttentionConfig(block_rows=64, block_slots=64, num_warps=8, num_stages=2),
+    (2, 256, False): AttentionConfig(block_rows=64, block_slots=32, num_warps=8, num_stages=2),
+    (4, 64, True): AttentionConfig(block_rows=64, block_slots=16, num_warps=8, num_stages=2),
+    (4, 64, False): AttentionConfig(block_rows=64, block_slots=16, num_warps=8, num_stages=2),
+    (4, 128, True): AttentionConfig(block_rows=32, block_slots=16, num_warps=8, num_stages=2),
+    (4, 128, False): AttentionConfig(block_rows=32, block_slots=16, num_warps=8, num_stages=2),
+    (4, 256, True): AttentionConfig(block_rows=32, block_slots=16, num_warps=8, num_stages=2),
+    (4, 256, False): AttentionConfig(block_rows=32, block_slots=16, num_warps=8, num_stages=2),
+}
+
 # One row per lane. Small blocks, because a block takes as long as its longest reply.
 PARSE_SCORES = Config(block_rows=32, block_vocab=1, block_width=1, num_warps=1, num_stages=1)
 
@@ -64,3 +90,11 @@ def label_scores_config(element_size: int, num_labels: int) -> Config:
 def vocab_lse_config(element_size: int, capability: tuple[int, int]) -> Config:
     """Choose for `vocab_lse`: the wide tile where shared memory holds three stages of it."""
     return _VOCAB_LSE[element_size, capability in _LARGE_SHARED_MEMORY]
+
+
+def prefix_attention_config(element_size: int, block_dim: int, capability: tuple[int, int]) -> AttentionConfig:
+    """Choose for `prefix_attention`, by the larger head dimension padded to a power of two.
+
+    One choice for every length and number of prompts, because a row's bits must not depend on either.
+    """
+    return _PREFIX_ATTENTION[element_size, max(64, block_dim), capability in _LARGE_SHARED_MEMORY]
