@@ -134,7 +134,18 @@ def score(
     min_label_mass: Annotated[
         float, typer.Option(help="Below this probability of an answer as asked, the status is low_label_mass.")
     ] = 0.05,
-    backend: Annotated[str, typer.Option(help="auto, triton, native or torch; see `gatekern doctor`.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="What reads labels: auto, triton, native or torch; see `gatekern doctor`.")
+    ] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="What computes attention: auto, triton, flash or torch; see `gatekern doctor`.")
+    ] = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits in any batch; says whether a self-test holds.")
+    ] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="torch.compile of decoder layers; pays on GPUs with small models.")
+    ] = False,
     chunk: Annotated[int, typer.Option(min=1, help="Rows read, scored and written at a time.")] = 1024,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar and no summary.")] = False,
 ) -> None:
@@ -195,8 +206,13 @@ def score(
             prompt=prompts.load(prompt) if prompt else None,
             rating_prompt=prompts.load(rating_prompt) if rating_prompt else None,
             backend=backend,
+            attention=attention,
+            deterministic=deterministic,
+            compile=compile,
             min_label_mass=min_label_mass,
         )
+        if verifier.invariance is not None and not quiet:
+            typer.echo(f"deterministic: {verifier.invariance}", err=True)
         rows = _rows(source)
         total = unscored = 0
         with (

@@ -10,8 +10,9 @@ import torch
 from gatekern import __version__
 from gatekern.engine.support import TESTED, support_matrix
 from gatekern.ops import backends
+from gatekern.ops.dispatch import FORMS, chosen
 
-_PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy", "gguf")
+_PACKAGES = ("torch", "transformers", "triton", "flash_attn", "numpy", "gguf")
 
 
 def report(*, models: bool = False) -> str:
@@ -23,6 +24,7 @@ def report(*, models: bool = False) -> str:
         "devices",
         f"  cpu           {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
     ]
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if torch.cuda.is_available():
         lines += [f"  cuda:{at:<8} {torch.cuda.get_device_name(at)}" for at in range(torch.cuda.device_count())]
     else:
@@ -31,6 +33,10 @@ def report(*, models: bool = False) -> str:
     for backend in backends():
         state = backend.detail if backend.available else f"off: {backend.reason}"
         lines.append(f"  {backend.name:<13} {state}")
+    lines += ["", "operators: what `auto` takes on each kind of device, and why not what is faster"]
+    for op in FORMS:
+        for device in devices:
+            lines.append(f"  {op:<17} {device:<5} {chosen(op, device)}")
     if models:
         tested = {family for families in TESTED.values() for family in families}
         lines += ["", "architectures of this transformers (*: compared with separate forwards by the test suite)"]

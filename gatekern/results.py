@@ -104,6 +104,8 @@ class ScoreBatch:
         Probability, over the whole vocabulary, that the model answers as asked: with one of the labels ("logprob"), or
         with a number from 0 to 1 ("exact"). In "adaptive", of the mode that decided. None in "sample".
     usage : Usage
+    attention : str
+        What computed attention: ``"triton"``, ``"flash"``, ``"torch"``, or ``"model"`` where the model's own ran.
     backend : str
         What read the labels from hidden states, e.g. ``native-avx512_bf16``, ``triton`` or ``torch``.
     path : str
@@ -128,6 +130,7 @@ class ScoreBatch:
     label_logits: FloatArray | None
     label_mass: FloatArray | None
     usage: Usage
+    attention: str
     backend: str
     path: str
     prompt_version: str

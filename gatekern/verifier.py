@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -10,12 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gatekern import ops
 from gatekern.assembly import Part, assemble, usage_of
 from gatekern.encoding import Batch, Prompts, encode_batch
 from gatekern.engine.backbone import Backbone
+from gatekern.engine.invariance import Invariance
 from gatekern.engine.loading import load
 from gatekern.engine.work import Work
 from gatekern.errors import InputError
@@ -30,6 +33,8 @@ from gatekern.ops import dispatch
 from gatekern.prompts import Layout, PromptEncoder, PromptTemplate, template
 from gatekern.reply_table import ReplyTable, reply_table
 from gatekern.results import ScoreBatch, Status
+
+logger = logging.getLogger("gatekern")
 
 
 class Verifier:
@@ -55,10 +60,26 @@ class Verifier:
         Implementation of the operators. An explicit one raises where it cannot run; "auto" picks. What has no form of a
         backend runs on PyTorch with it: masses over the vocabulary with "native", those by class and the drawing of
         tokens with every one.
+    attention : "auto", "triton", "flash" or "torch"
+        Implementation of attention in packed forwards; likewise.
+    deterministic : bool
+        A fact's score should be the same bits in any batch, order and chunk size: attention adds in a fixed order and
+        forwards are padded to fixed sizes. `invariance` says whether a self-test on this model and machine holds.
+    compile : bool
+        Run decoder layers through ``torch.compile``, which pays on GPUs with small models. The first calls compile.
+    prune_last_layer : bool
+        Run the last decoder layer on the rows that are read only: saves a part of one layer in all.
     max_tokens_per_forward : int, optional
         Memory bound of one forward, tokens. Default by device and model size.
     min_label_mass : float
         Below this probability of *any* label (or of any score), the status is ``low_label_mass``.
+
+    Attributes
+    ----------
+    labels : LabelSet
+        Token ids that count for each label.
+    invariance : Invariance or None
+        What the self-test of ``deterministic=True`` found: ``.verified`` and ``.detail``.
 
     Raises
     ------
@@ -84,6 +105,10 @@ class Verifier:
         rating_prompt: PromptTemplate | None = None,
         labels: LabelSpec = YES_NO,
         backend: str = "auto",
+        attention: str = "auto",
+        deterministic: bool = False,
+        compile: bool = False,
+        prune_last_layer: bool = False,
         max_tokens_per_forward: int | None = None,
         min_label_mass: float = 0.05,
     ) -> None:
@@ -97,7 +122,14 @@ class Verifier:
         self.model = model
         self.tokenizer = tokenizer
         self.min_label_mass = min_label_mass
-        self.backbone = Backbone(model, max_tokens=max_tokens_per_forward)
+        self.backbone = Backbone(
+            model,
+            max_tokens=max_tokens_per_forward,
+            attention=attention,
+            deterministic=deterministic,
+            compiled=compile,
+            pruned=prune_last_layer,
+        )
         self.ops_backend = ops.resolved_name("label_scores", backend, self.backbone.head.weight.device)
         self._backend = backend
         self._templates: dict[Task, PromptTemplate] = {
@@ -106,6 +138,7 @@ class Verifier:
         }
         self._encoders: dict[Task, PromptEncoder] = {}
         self.labels: LabelSet = resolve_labels(self._encoder("verify"), labels, self.backbone.head.vocab_rows)
+        self.invariance = self._prove_invariance() if deterministic else None
 
     @classmethod
     def from_pretrained(
@@ -120,6 +153,10 @@ class Verifier:
         rating_prompt: PromptTemplate | None = None,
         labels: LabelSpec = YES_NO,
         backend: str = "auto",
+        attention: str = "auto",
+        deterministic: bool = False,
+        compile: bool = False,
+        prune_last_layer: bool = False,
         max_tokens_per_forward: int | None = None,
         min_label_mass: float = 0.05,
         **model_kwargs: Any,
@@ -150,6 +187,10 @@ class Verifier:
             rating_prompt=rating_prompt,
             labels=labels,
             backend=backend,
+            attention=attention,
+            deterministic=deterministic,
+            compile=compile,
+            prune_last_layer=prune_last_layer,
             max_tokens_per_forward=max_tokens_per_forward,
             min_label_mass=min_label_mass,
         )
@@ -224,10 +265,24 @@ class Verifier:
             label_names=self.labels.names if "verify" in TASKS[mode] else (),
             min_label_mass=self.min_label_mass,
             on_error=on_error,
+            attention=self.backbone.attention,
             backend=self._backend_of(mode),
             path=self.backbone.path,
             prompt_version="+".join(self._encoder(task).template.version for task in TASKS[mode]),
         )
+
+    def _prove_invariance(self) -> Invariance:
+        head, backend = self.backbone.head, self._backend
+
+        def read(hidden: Tensor) -> Tensor:
+            rows = ops.score_rows(hidden, head, self.labels.ids, mass=True, backend=backend)
+            assert rows.mass is not None  # it was asked for
+            return torch.stack([rows.score, rows.mass], dim=-1)
+
+        found = self.backbone.prove_invariance(read)
+        if not found.verified:
+            logger.warning("deterministic=True is %s", found)
+        return found
 
     def _evidence(self, prompts: list[Prompts], settings: Options, work: Work) -> list[Part]:
         """What the mode finds out, the deciding part last."""

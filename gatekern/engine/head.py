@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from gatekern.errors import UnsupportedModelError
+from gatekern.ops.head import HeadSpec
 
 _TILE = 8192  # vocabulary rows that the proof projects at once
-
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """``logit[t] = softcap * tanh(scale * (h . weight[t] + bias[t]) / softcap)``, without the cap when it is None.
-
-    Attributes
-    ----------
-    weight : Tensor [vocab_rows, hidden_size]
-        The model's own tensor, not a copy. May have more rows than the tokenizer has tokens.
-    bias : Tensor [vocab_rows] or None
-    scale : float
-    softcap : float or None
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @property
-    def vocab_rows(self) -> int:
-        return int(self.weight.shape[0])
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gatekern.engine.attention import ForwardState, KeyValue, packed_attention
+from gatekern.engine.attention import ForwardState, KeyValue, Layer, packed_attention
+from gatekern.engine.compiling import CompiledLayers, compiled_layers, in_place_of
+from gatekern.engine.pruning import last_layer, pruned
 from gatekern.engine.running import running
 from gatekern.engine.work import Work
 from gatekern.errors import BackendError, UnsupportedModelError
@@ -18,16 +22,48 @@ from gatekern.planning import NO_TRIE, PackedForward, TokenTrie, build_prefix_tr
 KeyValues = dict[int, KeyValue]  # by layer, [num_keys, num_kv_heads, head_dim]
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How packed forwards are run.
+
+    Attributes
+    ----------
+    attention : str
+        Backend of `gatekern.ops.prefix_attention`.
+    invariant : bool
+        Attention that adds in the same order in every batch.
+    token_buckets : tuple of int
+        Forwards are padded to the smallest of these that holds them; none: not padded.
+    compiled : bool
+        Decoder layers run as `torch.compile` made them.
+    pruned : bool
+        The last layer runs on the rows that are read only.
+    """
+
+    attention: str = "auto"
+    invariant: bool = False
+    token_buckets: tuple[int, ...] = ()
+    compiled: bool = False
+    pruned: bool = False
+
+    def bucket(self, num_rows: int) -> int:
+        """To how many rows these are padded."""
+        return next((size for size in self.token_buckets if size >= num_rows), num_rows)
+
+
 class PackedPath:
     """Hidden states at the end of each prompt, by packed forwards of at most `max_tokens` tokens."""
 
     name = "packed"
 
-    def __init__(self, decoder: nn.Module, device: torch.device, max_tokens: int) -> None:
+    def __init__(self, decoder: nn.Module, device: torch.device, max_tokens: int, execution: Execution) -> None:
         self.decoder = decoder
         self.device = device
         self.max_tokens = max_tokens
-        self.layers: set[int] = set()  # attention layers of the model, learned from the first forward
+        self.execution = execution
+        self.layers: list[Layer] = []  # attention layers of the model, learned from the first forward
+        self._pruned = last_layer(decoder) if execution.pruned else None
+        self._compiled = compiled_layers(decoder, but=self._pruned) if execution.compiled else {}
 
     def hidden_rows(self, prompts: Sequence[IntArray], work: Work, trie: TokenTrie = NO_TRIE) -> Tensor:
         """Final hidden states at the last token of each prompt and at each node below it.
@@ -37,24 +73,23 @@ class PackedPath:
         Tensor [num_prompts, 1 + num_nodes, hidden_size]
         """
         hidden = None
-        for forward, stream, _ in self._forwards(prompts, trie, work, decode=False):
+        for forward, read, _ in self._forwards(prompts, trie, work, decode=False):
             if hidden is None:
-                hidden = stream.new_empty(len(prompts) * (1 + len(trie)), stream.shape[-1])
-            hidden[_on(stream, forward.reads)] = stream[_on(stream, forward.read_rows)]
+                hidden = read.new_empty(len(prompts) * (1 + len(trie)), read.shape[-1])
+            hidden[torch.from_numpy(forward.reads).to(read.device)] = read
         assert hidden is not None  # there is at least one prompt, hence one forward
         return hidden.view(len(prompts), 1 + len(trie), -1)
 
     def continuations(self, prompts: Sequence[IntArray], work: Work) -> Iterator[PackedContinuation]:
         """The same prompts, ready to be continued: those that end in one forward at a time."""
-        for forward, stream, keys in self._forwards(prompts, NO_TRIE, work, decode=True):
+        for forward, read, keys in self._forwards(prompts, NO_TRIE, work, decode=True):
             if len(forward.reads):
-                hidden = stream[_on(stream, forward.read_rows)]
-                yield PackedContinuation(self, forward, hidden, keys, work)
+                yield PackedContinuation(self, forward, read, keys, work)
 
     def _forwards(
         self, prompts: Sequence[IntArray], trie: TokenTrie, work: Work, *, decode: bool
     ) -> Iterator[tuple[PackedForward, Tensor, KeyValues]]:
-        """Every forward with its stream of hidden states and, in a decode, keys and values of its whole key axis."""
+        """Every forward with the hidden states that it reads and, in a decode, keys and values of all its keys."""
         max_tokens = max(self.max_tokens, len(trie))
         with work.stage("plan"):
             tree = build_prefix_tree(prompts, trie=trie, max_segment=max_tokens)
@@ -66,30 +101,77 @@ class PackedPath:
             if forward is None:
                 return
             kept = [(begin, end) for _, begin, end in forward.kept]
-            stream, keys = self.run(
-                forward.tokens, forward.layout, borrowed, [(0, forward.layout.num_keys)] if decode else kept, work
-            )
-            yield forward, stream, keys
+            keep = [(0, forward.layout.num_keys)] if decode else kept
+            read, keys = self.run(forward.tokens, forward.layout, borrowed, keep, forward.read_rows, work)
+            yield forward, read, keys
             borrowed = _take(keys, kept) if decode else keys
 
     def run(
-        self, tokens: IntArray, layout: SegmentLayout, borrowed: KeyValues, keep: Sequence[Range], work: Work
+        self,
+        tokens: IntArray,
+        layout: SegmentLayout,
+        borrowed: KeyValues,
+        keep: Sequence[Range],
+        reads: IntArray,
+        work: Work,
     ) -> tuple[Tensor, KeyValues]:
-        """One forward: hidden states [num_rows, hidden_size], and the keys and values of the ranges `keep`."""
-        state = ForwardState(layout=layout, borrowed=borrowed, keep=tuple(keep))
-        with work.stage("forward"), running(self.decoder, self.device), packed_attention(self.decoder, state):
-            stream: Tensor = self.decoder(
+        """One forward: hidden states [num_reads, hidden_size] of `reads`, and keys and values of the ranges `keep`."""
+        bucket = self.execution.bucket(len(tokens))
+        tokens = np.append(tokens, np.zeros(bucket - len(tokens), dtype=np.int64))
+        layout = layout.padded(bucket)
+        with work.stage("forward"):
+            # Layers that are compiled or pruned cannot tell what they are: a first, plain forward does.
+            if not self.layers and (self._compiled or self._pruned is not None):
+                self._run(tokens, layout, borrowed, (), None, {})
+            rows = _padded(reads, self.execution.bucket(max(1, len(reads)))) if self._pruned is not None else None
+            if rows is not None and len(rows) >= bucket:  # nothing to leave out
+                rows = None
+            hidden, kept = self._run(tokens, layout, borrowed, tuple(keep), rows, self._compiled)
+        work.count(bucket)
+        if rows is not None:
+            return hidden[: len(reads)], kept
+        return hidden[torch.from_numpy(reads).to(hidden.device)], kept
+
+    def _run(
+        self,
+        tokens: IntArray,
+        layout: SegmentLayout,
+        borrowed: KeyValues,
+        keep: tuple[Range, ...],
+        rows: IntArray | None,
+        compiled: CompiledLayers,
+    ) -> tuple[Tensor, KeyValues]:
+        """Hidden states of the whole stream, or of `rows` where the last layer is pruned."""
+        state = ForwardState(
+            layout=layout,
+            borrowed=borrowed,
+            keep=keep,
+            backend=self.execution.attention,
+            invariant=self.execution.invariant,
+            layers=self.layers,
+        )
+        with ExitStack() as inside:
+            inside.enter_context(running(self.decoder, self.device))
+            inside.enter_context(packed_attention(self.decoder, state))
+            inside.enter_context(in_place_of(compiled))
+            if self._pruned is not None and rows is not None:
+                inside.enter_context(pruned(self._pruned, state, rows))
+            hidden: Tensor = self.decoder(
                 input_ids=torch.from_numpy(tokens)[None].to(self.device),
                 position_ids=torch.from_numpy(layout.row_positions)[None].to(self.device),
                 use_cache=False,
             ).last_hidden_state[0]
-        if not state.layers_run:
+        if not state.calls:
             raise UnsupportedModelError(f"{type(self.decoder).__name__} never called the registered attention function")
-        if state.layers_run != (self.layers or state.layers_run):
+        if state.calls != len(self.layers):
             raise BackendError("some layers ran with another attention: something changed the model during the call")
-        self.layers = state.layers_run
-        work.count(len(tokens))
-        return stream, state.kept
+        return hidden, state.kept
+
+
+def _padded(rows: IntArray, size: int) -> IntArray:
+    """Rows up to `size` by repeating the last; row 0 for none."""
+    last = rows[-1:] if len(rows) else np.zeros(1, dtype=np.int64)
+    return np.append(rows, np.repeat(last, size - len(rows)))
 
 
 class PackedContinuation:
@@ -147,7 +229,8 @@ class PackedDecode:
             part = slice(begin, begin + budget)
             one = layout if len(tokens) <= budget else self._layout.extended(parents[part])
             new = [(one.num_keys - one.num_rows, one.num_keys)]
-            stream, keys = self._path.run(tokens[part], one, self._keys, new, self._work)
+            every = np.arange(one.num_rows)
+            stream, keys = self._path.run(tokens[part], one, self._keys, new, every, self._work)
             streams.append(stream)
             added.append(keys)
         self._keys = {
@@ -170,7 +253,3 @@ def _take(keys: KeyValues, ranges: Sequence[Range]) -> KeyValues:
         layer: (torch.cat([key[a:b] for a, b in ranges]), torch.cat([value[a:b] for a, b in ranges]))
         for layer, (key, value) in keys.items()
     }
-
-
-def _on(stream: Tensor, index: IntArray) -> Tensor:
-    return torch.from_numpy(index).to(stream.device)

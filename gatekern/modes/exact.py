@@ -81,14 +81,14 @@ def reply_evidence(
     with work.stage("score"), torch.no_grad():
         classes = torch.from_numpy(table.classes).to(hidden.device)
         lse = ops.class_lse(
-            hidden,
+            backbone.readable(hidden),
             head.weight,
             classes,
             table.num_classes,
             temperature=options.temperature,
             backend=dispatch.with_form("class_lse", backend),
             **terms,
-        ).double()
+        )[:, : len(prompts)].double()
         free = _leaves(lse.softmax(dim=-1).cpu().numpy(), table)
         probabilities = free
         if options.law == "masked":

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import torch
 
 from gatekern import ops
 from gatekern.engine.backbone import Backbone
@@ -14,7 +12,6 @@ from gatekern.engine.work import Work
 from gatekern.labels import LabelSet
 from gatekern.layout import IntArray
 from gatekern.modes.evidence import Evidence
-from gatekern.ops import dispatch
 
 
 def label_evidence(
@@ -40,14 +37,10 @@ def label_evidence(
     a prompt this is well under 1 % of the forward.
     """
     hidden = backbone.hidden_rows(prompts, work)[:, 0]
-    head = backbone.head
-    terms: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale}
-    # There is no C++ form of the vocabulary's log-sum-exp: PyTorch's matrix product is the best there is on a CPU.
-    mass_backend = dispatch.with_form("vocab_lse", backend)
-    with work.stage("score"), torch.no_grad():
-        logits, scores = ops.label_scores(hidden, head.weight, labels.ids, backend=backend, **terms)
-        mass = torch.exp(logits.logsumexp(dim=-1) - ops.vocab_lse(hidden, head.weight, backend=mass_backend, **terms))
-    scored, labelled, answered = (x.float().cpu().numpy() for x in (scores, logits, mass.clamp(max=1.0)))
+    with work.stage("score"):
+        rows = ops.score_rows(backbone.readable(hidden), backbone.head, labels.ids, mass=True, backend=backend)
+    assert rows.mass is not None  # it was asked for
+    labelled, scored, answered = (x[: len(prompts)].cpu().numpy() for x in (rows.logits, rows.score, rows.mass))
     return Evidence(
         scores=scored,
         finite=np.isfinite(scored) & np.isfinite(answered),

@@ -153,7 +153,7 @@ def _next_tokens(backbone: Backbone, hidden: Tensor, draws: _Draws, step: int, o
     rows, place = np.unique(draws.rows[going], return_inverse=True)
     device = head.weight.device
     tokens = ops.draw_tokens(
-        hidden[torch.from_numpy(rows).to(hidden.device)].to(device),
+        backbone.readable(hidden[torch.from_numpy(rows).to(hidden.device)].to(device)),
         head.weight,
         torch.from_numpy(place.reshape(-1)).to(device),
         torch.from_numpy(draws.uniforms[going, step]).to(device),
