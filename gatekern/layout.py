@@ -68,6 +68,12 @@ class SegmentLayout:
     def num_keys(self) -> int:
         return len(self.key_positions)
 
+    @property
+    def rows_are_keys(self) -> bool:
+        """Whether the last keys are those of the rows themselves: not so in a layout of some rows (`of_rows`)."""
+        firsts = self.seen[max(0, self.num_keys - self.num_rows) :, 0]
+        return np.array_equal(firsts, np.arange(self.num_rows))
+
     def own(self) -> Iterator[tuple[Range, list[Range]]]:
         """Row range of each segment with its key ranges."""
         for at, (begin, end) in enumerate(pairwise(self.own_offsets.tolist())):

@@ -160,6 +160,8 @@ def _unfit(
         reasons["triton"] = f"its kernel takes heads of at most {_MAX_DIM} dimensions"
     if invariant:
         reasons["flash"] = "its kernels add in an order that depends on the batch"
+    elif not layout.rows_are_keys:
+        reasons["flash"] = "the last keys are not those of the rows, as in a pruned last layer"
     elif query.device.type == "cuda" and (reason := _flash_unfit(query, value, layout, window, chunk, softcap)):
         reasons["flash"] = reason
     return reasons

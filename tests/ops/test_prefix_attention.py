@@ -216,6 +216,15 @@ def test_an_explicit_backend_runs_or_raises():
             prefix_attention(q, k, v, layout, scale=1.0, backend=backend)
 
 
+def test_layouts_know_whether_their_rows_are_keys():
+    for layout in layouts(3, 5, 20, 30):
+        assert layout.rows_are_keys
+        assert layout.padded(layout.num_rows + 3).rows_are_keys
+        assert layout.of_rows(np.arange(layout.num_rows)).rows_are_keys
+        if layout.num_rows > 1:
+            assert not layout.of_rows(np.arange(layout.num_rows - 1)).rows_are_keys
+
+
 def test_visibility_is_the_tree():
     layout = layout_of(
         seen=np.array([[0, 3], [1, 3], [2, 3]]),

@@ -112,6 +112,25 @@ def test_strided_operands_and_poisoned_surroundings(small_tiles, dtype):
         view.copy_(x)
         strided.append(view)
     assert torch.equal(launch(*strided, layout, scale=0.3), launch(*plain, layout, scale=0.3))
+    dims_first = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in plain]
+    assert torch.equal(launch(*dims_first, layout, scale=0.3), launch(*plain, layout, scale=0.3))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in which the interpreter computes
+def test_a_nan_stays_in_its_prompt(small_tiles):
+    """Zero weights do not hide a NaN: a tile must not even read the keys of others."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 50, length) for length in (21, 5, 40)]
+    (forward,) = pack(build_prefix_tree(prompts, trie=build_trie([(1,), (2,)])), 1000)
+    q, k, v = operands(forward.layout, 4, 2, 16, 16, torch.float32)
+    first, second = (int(row) for row in sorted(forward.read_rows)[2::3][:2])
+    clean = launch(q, k, v, forward.layout, scale=0.3)
+    for x in (q, k, v):
+        x[: first + 1] = torch.nan
+        x[second + 1 :] = torch.nan
+    out = launch(q, k, v, forward.layout, scale=0.3)
+    assert torch.equal(out[first + 1 : second + 1], clean[first + 1 : second + 1])
+    assert out[: first + 1].isnan().any()
 
 
 def test_every_output_is_written(small_tiles, monkeypatch):

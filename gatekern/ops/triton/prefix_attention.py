@@ -107,7 +107,9 @@ def prefix_attention_kernel(
     for begin in range(prefix_end, slot_end, BLOCK_SLOTS):
         place = begin + slot
         inside = place < slot_end
-        index = tl.load(slot_keys + tl.where(place < prefix_len, prefix_at, own_at) + place, mask=inside, other=0)
+        # Beyond the end the last key stands in: zero weights do not hide a NaN, so no foreign value may be read.
+        place = tl.minimum(place, slot_end - 1)
+        index = tl.load(slot_keys + tl.where(place < prefix_len, prefix_at, own_at) + place)
         seen_begin = tl.load(key_table + index)
         seen_end = tl.load(key_table + num_keys + index)
         visible = inside[None, :] & (seen_begin[None, :] <= row[:, None]) & (row[:, None] < seen_end[None, :])
@@ -180,6 +182,7 @@ def prefix_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Launch on operands that `gatekern.ops.prefix_attention` has checked."""
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     num_rows, heads, dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[2]
     interpreted = query.device.type == "cpu"
@@ -194,7 +197,7 @@ def prefix_attention(
         query,
         key,
         value,
-        query if sinks is None else sinks,
+        query if sinks is None else sinks.contiguous(),
         out,
         plan.table,
         plan.slot_keys,
