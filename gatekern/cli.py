@@ -146,6 +146,9 @@ def score(
     compile: Annotated[
         bool, typer.Option("--compile", help="torch.compile of decoder layers; pays on GPUs with small models.")
     ] = False,
+    prune_last_layer: Annotated[
+        bool, typer.Option("--prune-last-layer", help="Run the last layer on the rows that are read only.")
+    ] = False,
     chunk: Annotated[int, typer.Option(min=1, help="Rows read, scored and written at a time.")] = 1024,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar and no summary.")] = False,
 ) -> None:
@@ -209,6 +212,7 @@ def score(
             attention=attention,
             deterministic=deterministic,
             compile=compile,
+            prune_last_layer=prune_last_layer,
             min_label_mass=min_label_mass,
         )
         if verifier.invariance is not None and not quiet:

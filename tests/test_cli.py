@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import gatekern as gk
 from gatekern.cli import INCOMPLETE, app
+from gatekern.ops import dispatch
 from tests.numbers import number_verifier
 
 ROWS = [
@@ -211,11 +213,27 @@ def test_a_rating_template_of_your_own(number_model, tmp_path):
     assert scores[0] != scores[1]
 
 
+def test_the_ways_of_running_a_forward(model, tiny_verifier):
+    pairs = [(row["context"], row["fact"]) for row in ROWS]
+    expected = tiny_verifier.score_batch(pairs).scores.tolist()
+    for flags in (["--deterministic", "--prune-last-layer"], ["--attention", "torch"], ["--compile"]):
+        result = run("score", "--model", model, "--min-label-mass", "0", *flags, stdin=lines(*ROWS))
+        assert result.exit_code == 0, result.output
+        scores = [json.loads(line)["score"] for line in result.stdout.splitlines()]
+        assert scores == pytest.approx(expected, abs=1e-5)
+        assert ("deterministic: verified: the same bits" in result.stderr) == ("--deterministic" in flags)
+    result = run("score", "--model", model, "--attention", "flash", stdin=lines(*ROWS))
+    assert result.exit_code == 1
+    assert "prefix_attention: backend 'flash' cannot run on cpu" in str(result.exception)
+
+
 def test_doctor_explains_every_backend():
     result = run("doctor", "--models")
     assert result.exit_code == 0
-    for word in (gk.__version__, "torch", "native", "triton", "off:", "llama4_text", "branched"):
+    for word in (gk.__version__, "torch", "native", "triton", "flash", "off:", "llama4_text", "branched"):
         assert word in result.stdout
+    for op in dispatch.FORMS:
+        assert re.search(rf"^  {op} +cpu +(native|torch) \(of .*torch\)", result.stdout, re.MULTILINE)
 
 
 def test_help_teaches():

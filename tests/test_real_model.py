@@ -48,6 +48,18 @@ def test_packed_equals_separate(smollm2, layout):
     assert result.path == "packed"
 
 
+def test_deterministic_bits(smollm2):
+    """The same bits alone, among others and in small forwards; the same scores as ever."""
+    verifier = gk.Verifier(smollm2.model, smollm2.tokenizer, deterministic=True)
+    assert verifier.invariance is not None
+    assert verifier.invariance.verified, verifier.invariance
+    together = verifier.score_batch(PAIRS)
+    np.testing.assert_allclose(together.scores, smollm2.score_batch(PAIRS).scores, atol=1e-5)
+    alone = verifier.score_batch(PAIRS[1:2])
+    assert together.scores[1].tobytes() == alone.scores[0].tobytes()
+    assert together.label_mass[1].tobytes() == alone.label_mass[0].tobytes()
+
+
 def test_labels_are_the_spellings_of_this_tokenizer(smollm2):
     assert set(smollm2.labels.spellings[0]) == {"yes", "Yes", " yes", " Yes"}
     assert set(smollm2.labels.spellings[1]) == {"no", "No", "NO", " no", " No", " NO"}

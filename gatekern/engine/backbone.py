@@ -167,12 +167,9 @@ class Backbone:
         def rows_of(prompts: Sequence[IntArray], budget: int | None) -> Tensor:
             before, self._path.max_tokens = self._path.max_tokens, budget or self._path.max_tokens
             try:
-                rows = torch.stack(
-                    [self._path.hidden_rows(prompts, Work(), trie), _continued(self._path, prompts, trie)]
-                )
+                rows = _continued(self._path, prompts, trie).to(self.head.weight.device)
             finally:
                 self._path.max_tokens = before
-            rows = rows.transpose(0, 1).flatten(1, 2).to(self.head.weight.device)
             places = rows.flatten(0, 1)
             scores = score(self.readable(places))[: len(places)].view(*rows.shape[:2], -1)
             return torch.cat([rows.float(), scores.float()], dim=-1)

@@ -75,9 +75,10 @@ def _cases(vocab_rows: int, longest: int) -> tuple[IntArray, Iterator[tuple[str,
     prompt = draw(third, 2 * third, 29)
 
     def mates(low: int, high: int) -> list[IntArray]:
-        """Half of them share the prompt's beginning."""
-        strangers = [draw(low, high, int(rng.integers(1, 9))) for _ in range(_STRANGERS // 2)]
-        kin = [np.concatenate([prompt[:20], draw(low, high, int(rng.integers(1, 9)))]) for _ in range(_STRANGERS // 2)]
+        """Half of them share the prompt's beginning. They are short: their number is what matters."""
+        lengths = rng.integers(1, 5, _STRANGERS).tolist()
+        strangers = [draw(low, high, length) for length in lengths[::2]]
+        kin = [np.concatenate([prompt[:20], draw(low, high, length)]) for length in lengths[1::2]]
         return [one[:longest] for one in strangers + kin]
 
     def cases() -> Iterator[tuple[str, list[IntArray], int, int | None]]:

@@ -1,8 +1,8 @@
 """`prefix_attention` whose results do not depend on the batch: tiles of fixed shape over whole paths.
 
-Every tile is one call over its rows' path, padded to whole blocks of slots (`gatekern.tiles`), so that a row meets the
-same keys in the same blocks whatever else is in the stream. Keys of shared segments are read once for every tile below
-them: the price of invariance with PyTorch's kernels, which offer no finer control.
+Every tile is one call over its rows' path in blocks of slots counted from the root (`gatekern.tiles`), so that a row
+meets the same keys in the same blocks whatever else is in the stream. Keys of shared segments are read once for every
+tile below them: the price of invariance with PyTorch's kernels, which offer no finer control.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from gatekern.layout import SegmentLayout
 from gatekern.ops.pytorch.dense_attention import attend, attends_by_flash, merge_
 from gatekern.tiles import tiles_of
 
-_ROWS = 64  # of every call: the flash kernel cuts rows into blocks by their number
+_ROWS = 32  # of every call: the flash kernel cuts rows into blocks of this size while there are few
 _BLOCK = 512  # slots: the flash kernel takes as many keys at a time
+_STEP = 64  # slots: the last block is cut to a multiple of this
 
 
 def path_attention(
@@ -60,7 +61,7 @@ class _Tile(NamedTuple):
 
     range: tuple[int, int]
     rows: Tensor  # int64 [_ROWS]: those of the range; padding repeats the last
-    keys: Tensor  # int64 [slots]: whole blocks from the tile's first slot on; padding repeats the last key
+    keys: Tensor  # int64 [slots]: from the tile's first slot on; padding repeats the last key
     seen: Tensor  # int64 [3, slots]: rows that see each key, begin and end (equal for padding), and its position
     lowest: Tensor  # int64 [_ROWS]: lowest position that each row may see
 
@@ -86,7 +87,7 @@ def _plan(layout: SegmentLayout, window: int | None, chunk: int | None, device: 
         tiles = tiles_of(layout, rows=_ROWS, block=_BLOCK, window=window, chunk=chunk)
         plan = layout.derived[name] = []
         for row_begin, row_end, prefix_at, prefix_len, own_at, slot_begin, slot_end in tiles.table.tolist():
-            slots = np.arange(slot_begin, -(-slot_end // _BLOCK) * _BLOCK)
+            slots = np.arange(slot_begin, -(-slot_end // _STEP) * _STEP)
             used = np.minimum(slots, slot_end - 1)
             keys = tiles.keys[np.where(used < prefix_len, prefix_at, own_at) + used].astype(np.int64)
             seen = np.stack([*layout.seen[keys].T, layout.key_positions[keys]])
