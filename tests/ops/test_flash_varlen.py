@@ -162,6 +162,18 @@ def test_varlen_attn_is_called_by_its_signature(parameters):
             assert arguments["enable_gqa"] is True
 
 
+def test_the_installed_varlen_attn_takes_the_call():
+    """Its shape function checks the arguments and gives the shapes of the results without a GPU."""
+    module = varlen_module()
+    torch_varlen = varlen.TorchVarlen(module.varlen_attn, module.AuxRequest(lse=True), "varlen_attn")
+    q, k, v = (torch.empty(5, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    for causal, window in ((False, None), (True, None), (True, 3)):
+        out, lse = torch_varlen(q, k, v, cu, cu, 3, 3, scale=0.5, causal=causal, window=window, softcap=None)
+        assert out.shape == q.shape
+        assert lse.shape == (5, 4)
+
+
 def test_varlen_attn_of_the_installed_torch_is_found(monkeypatch, fresh):
     module = varlen_module()
     monkeypatch.setitem(sys.modules, "flash_attn", None)

@@ -11,11 +11,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip(allow_module_level=True, reason="the interpreter replaces the compiler: run in a process of its own")
 pytest.importorskip("triton")
 
-from gatekern.ops.triton.merge_attention import CONFIG, merge_attention_kernel
+from gatekern.ops.triton.configs import MERGE_ATTENTION
+from gatekern.ops.triton.merge_attention import merge_attention_kernel
 
 SIDES = ("out_a", "lse_a", "out_b", "lse_b")
 STRIDES = tuple(f"{side}_{axis}_stride" for side in SIDES for axis in ("row", "head"))
-CONSTANTS = {"BLOCK_ROWS": CONFIG.block_rows, "BLOCK_WIDTH": CONFIG.block_width}
+CONSTANTS = {"BLOCK_ROWS": MERGE_ATTENTION.block_rows, "BLOCK_WIDTH": MERGE_ATTENTION.block_width}
 UNALIGNED = frozenset({"rows", "heads", *(stride for stride in STRIDES if stride.startswith("lse"))})
 
 
@@ -27,17 +28,12 @@ def types(dtype: str) -> dict[str, str]:
     }
 
 
-def offsets_of_elements(ttir: str) -> list[str]:
-    """Types of the products, scalars and those of block-local numbers aside, that address elements."""
-    return re.findall(r"arith\.muli .* : (tensor<[^>]*>)", ttir)
-
-
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_merge_attention(compile_kernel, shared_limit, dtype, arch):
-    used = compile_kernel(merge_attention_kernel, types(dtype), CONSTANTS, arch, CONFIG, UNALIGNED)
+    used = compile_kernel(merge_attention_kernel, types(dtype), CONSTANTS, arch, MERGE_ATTENTION, UNALIGNED)
     print(
-        f"\nmerge_attention {dtype} {CONFIG.block_rows}x{CONFIG.block_width} w{CONFIG.num_warps} sm_{arch:<4d} "
+        f"\nmerge_attention {dtype} {MERGE_ATTENTION.block_rows}x{MERGE_ATTENTION.block_width} w{MERGE_ATTENTION.num_warps} sm_{arch:<4d} "
         f"{used.registers:3d} registers {used.shared:6d} B shared, stack {used.stack}, spill {used.spill}",
         end="",
     )
@@ -45,7 +41,7 @@ def test_merge_attention(compile_kernel, shared_limit, dtype, arch):
     assert used.spill == 0
     assert used.shared <= shared_limit[arch]
     assert used.registers <= 128  # bound by memory: four warps a program, so that four programs share a multiprocessor
-    products = offsets_of_elements(used.ttir)
+    products = re.findall(r"arith\.muli .* : (tensor<[^>]*>)", used.ttir)  # row numbers times strides pass 2**31
     assert products
     assert all(product.endswith("xi64>") for product in products), products
 
@@ -53,4 +49,4 @@ def test_merge_attention(compile_kernel, shared_limit, dtype, arch):
 def test_sizes_of_one_compile(compile_kernel):
     """The run-time compiler turns an integer argument that is 1 into a constant."""
     ones = dict.fromkeys(("rows", "heads", "dim", *STRIDES), 1)
-    assert compile_kernel(merge_attention_kernel, types("bf16"), {**CONSTANTS, **ones}, 90, CONFIG, UNALIGNED)
+    assert compile_kernel(merge_attention_kernel, types("bf16"), {**CONSTANTS, **ones}, 90, MERGE_ATTENTION, UNALIGNED)

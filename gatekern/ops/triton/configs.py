@@ -75,6 +75,9 @@ _PREFIX_ATTENTION = {
     (4, 256, False): AttentionConfig(block_rows=32, block_slots=16, num_warps=8, num_stages=2),
 }
 
+# Rows by elements of the head dimension: 64 of 16 bits are one cache line, whatever the head dimension.
+MERGE_ATTENTION = Config(block_rows=32, block_vocab=1, block_width=64, num_warps=4, num_stages=1)
+
 # One row per lane. Small blocks, because a block takes as long as its longest reply.
 PARSE_SCORES = Config(block_rows=32, block_vocab=1, block_width=1, num_warps=1, num_stages=1)
 

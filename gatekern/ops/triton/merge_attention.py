@@ -15,10 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gatekern.ops.triton.configs import ENABLE_FP_FUSION, Config
-
-# `block_width` elements of the head dimension at a time: 64 of 16 bits are one cache line, whatever the head dimension.
-CONFIG = Config(block_rows=32, block_vocab=1, block_width=64, num_warps=4, num_stages=1)
+from gatekern.ops.triton.configs import ENABLE_FP_FUSION, MERGE_ATTENTION
 
 
 @triton.jit
@@ -80,7 +77,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
     if lse.numel() > 0:
-        merge_attention_kernel[(triton.cdiv(rows, CONFIG.block_rows) * heads,)](
+        merge_attention_kernel[(triton.cdiv(rows, MERGE_ATTENTION.block_rows) * heads,)](
             out_a,
             lse_a,
             out_b,
@@ -98,10 +95,10 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
             out_b.stride(1),
             lse_b.stride(0),
             lse_b.stride(1),
-            BLOCK_ROWS=CONFIG.block_rows,
-            BLOCK_WIDTH=CONFIG.block_width,
-            num_warps=CONFIG.num_warps,
-            num_stages=CONFIG.num_stages,
+            BLOCK_ROWS=MERGE_ATTENTION.block_rows,
+            BLOCK_WIDTH=MERGE_ATTENTION.block_width,
+            num_warps=MERGE_ATTENTION.num_warps,
+            num_stages=MERGE_ATTENTION.num_stages,
             enable_fp_fusion=ENABLE_FP_FUSION,
         )
     return out, lse
