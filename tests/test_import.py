@@ -31,7 +31,7 @@ from gatekern.ops import backends, label_scores, resolved_name
 print(resolved_name('label_scores', 'auto', 'cpu'), [b.available for b in backends()])
 label_scores(torch.ones(1, 4), torch.ones(8, 4), [[1], [2]])
 """
-    assert python(code) == "torch [False, False, True]"
+    assert python(code) == "torch [False, False, False, True]"
 
 
 def test_public_names_resolve():

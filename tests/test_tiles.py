@@ -33,7 +33,7 @@ def seen_through(layout: SegmentLayout, tiles: Tiles) -> np.ndarray:
     return count
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     budget=st.integers(3, 60),

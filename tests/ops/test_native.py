@@ -170,7 +170,7 @@ SCORE = (
     "import torch, logging; logging.basicConfig()\n"
     "from gatekern.ops import label_scores, backends\n"
     "for _ in range(2): score = label_scores(torch.ones(2, 3), torch.ones(2, 3), [[0], [1]]).score\n"
-    "print(score.tolist()); print(backends()[1])"
+    "print(score.tolist()); print(backends()[2])"
 )
 
 
@@ -188,7 +188,7 @@ def test_gatekern_isa_that_does_not_exist_raises_with_the_choices():
     done = python(SCORE, GATEKERN_ISA="sse9")
     assert "BackendError: GATEKERN_ISA='sse9' is not an instruction set of gatekern" in done.stderr
     assert f"choices here: {', '.join(ISAS)}" in done.stderr
-    done = python("from gatekern.ops import backends; print(backends()[1].reason)", GATEKERN_ISA="sse9")
+    done = python("from gatekern.ops import backends; print(backends()[2].reason)", GATEKERN_ISA="sse9")
     assert done.stdout.startswith("GATEKERN_ISA='sse9' is not"), done.stderr
 
 

@@ -62,7 +62,7 @@ def assert_as_exact_as_torch(layout, q, k, v, **options):
     assert error <= allowed + EPS[q.dtype] * max(1.0, truth.abs().max().item())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     budget=st.integers(3, 60),

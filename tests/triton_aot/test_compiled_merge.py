@@ -33,7 +33,7 @@ def types(dtype: str) -> dict[str, str]:
 def test_merge_attention(compile_kernel, shared_limit, dtype, arch):
     used = compile_kernel(merge_attention_kernel, types(dtype), CONSTANTS, arch, MERGE_ATTENTION, UNALIGNED)
     print(
-        f"\nmerge_attention {dtype} {MERGE_ATTENTION.block_rows}x{MERGE_ATTENTION.block_width} w{MERGE_ATTENTION.num_warps} sm_{arch:<4d} "
+        f"\nmerge_attention {dtype} {CONSTANTS} w{MERGE_ATTENTION.num_warps} sm_{arch:<4d} "
         f"{used.registers:3d} registers {used.shared:6d} B shared, stack {used.stack}, spill {used.spill}",
         end="",
     )
