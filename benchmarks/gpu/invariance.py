@@ -2,76 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from benchmarks.gpu import backbones
-from benchmarks.gpu.backbones import Shape, fields_of
-from benchmarks.gpu.judge import forms, name_of
-from benchmarks.gpu.recorder import NotHereError, Recorder, Results, Row, Setup
+from benchmarks.gpu.recorder import Recorder, Results, Row, Setup, name_of
+from benchmarks.gpu.shapes import Shape
 from gatekern.engine.backbone import Backbone
 from gatekern.engine.work import Work
 from gatekern.layout import IntArray
+from gatekern.ops import dispatch
 
 VOCAB, TARGET = 1000, 500  # the target's first token lies between those of strangers before and behind it
-SHAPE = Shape("llama", "LlamaConfig", 4, 4, fields_of(VOCAB, 1024, 2816, 16, 4, 64, tie_word_embeddings=False))
-TINY = Shape("llama", "LlamaConfig", 1, 1, fields_of(VOCAB, 32, 64, 4, 2, 16, tie_word_embeddings=False))
+SHAPE = Shape("llama", "LlamaConfig", 4, 4, VOCAB, 1024, 2816, 16, 4, 64)
+TINY = Shape("llama", "LlamaConfig", 1, 1, VOCAB, 32, 64, 4, 2, 16)
 
 
 def invariance(setup: Setup, recorder: Recorder, earlier: Results) -> None:
-    """Every attention form that runs, as usual and deterministic, in float32 and bf16, eager."""
-    choices: dict[str, tuple[dict[str, Any], str | None]] = {}
-    for backend, reason in forms("prefix_attention", setup).items():
-        choices[backend] = {"attention": backend, "deterministic": False}, reason
-        choices[f"{backend}, deterministic"] = {"attention": backend, "deterministic": True}, reason
-    for dtype in (torch.float32, torch.bfloat16):
-        model = backbones.build((TINY if setup.tiny else SHAPE).config(), dtype, setup.device)
-        _spread(model)
-        for form, (options, reason) in choices.items():
-            what = {"form": form, "dtype": name_of(dtype)}
-
-            def measure(
-                model: Any = model, options: dict[str, Any] = options, reason: str | None = reason, what: Row = what
-            ) -> Row:
-                if reason is not None:
-                    raise NotHereError(reason)
-                for case, row in _cases(model, options, setup).items():
-                    recorder.add(**what, case=case, **row)
-                return {}
-
-            recorder.case(measure, **what, case="all")
+    """Every attention form that runs, deterministic and as usual, in float32 and bf16, eager."""
+    for deterministic in (True, False):
+        for dtype in (torch.bfloat16, torch.float32):
+            for backend in dispatch.FORMS["prefix_attention"]:
+                form = f"{backend}, deterministic" if deterministic else backend
+                measure = partial(_measure, dtype, {"attention": backend, "deterministic": deterministic}, setup)
+                recorder.case(measure, form=form, dtype=name_of(dtype))
 
 
-def _cases(model: Any, options: dict[str, Any], setup: Setup) -> dict[str, Row]:
+def _measure(dtype: torch.dtype, options: dict[str, Any], setup: Setup) -> Iterator[Row]:
     """By case: whether bits are those of the prompt alone, and for the last two of the same batch."""
-    whole = backbones.wrap(model, **options)
-    cut = backbones.wrap(model, max_tokens=64 if setup.tiny else 512, **options)
-    rows: dict[str, Row] = {}
+    dispatch.select("prefix_attention", options["attention"], setup.device)  # before a model is built in vain
+    backbone = Backbone(_model(dtype, setup), **options)
     proved = False
     if options["deterministic"]:
-        found = whole.prove_invariance(lambda hidden: hidden[:, 0])
+        found = backbone.prove_invariance(lambda hidden: hidden[:, 0])
         proved = found.verified
-        rows["the backbone's own test"] = {"equal": proved, "promised": False, "detail": found.detail}
+        yield {"case": "the backbone's own test", "equal": proved, "promised": False, "detail": found.detail}
     target, batches = _batches(setup)
 
-    def row(backbone: Backbone, batch: list[IntArray]) -> Tensor:
+    def row(batch: list[IntArray]) -> Tensor:
         at = next(index for index, prompt in enumerate(batch) if prompt is target)
         return backbone.hidden_rows(batch, Work())[at, 0]
 
-    alone = row(whole, [target])
+    alone = row([target])
     for case, batch in batches.items():
-        rows[f"{case}, against alone"] = _compared(row(whole, batch), alone, proved)
+        yield _compared(f"{case}, against alone", row(batch), alone, proved)
     among = batches["between strangers"]
-    # Another budget is another backbone, which may pad its forwards to other sizes: nothing is promised.
-    for case, batch in (("alone", [target]), ("between strangers", among)):
-        rows[f"{case}, in small forwards, against alone"] = _compared(row(cut, batch), alone, False)
-    order, middle = np.random.default_rng(1).permutation(len(among)), row(whole, among)
-    rows["the same batch shuffled"] = _compared(row(whole, [among[at] for at in order]), middle, True)
-    rows["the same call again"] = _compared(row(whole, among), middle, True)
-    return rows
+    order, middle = np.random.default_rng(1).permutation(len(among)), row(among)
+    yield _compared("the same batch shuffled", row([among[at] for at in order]), middle, True)
+    yield _compared("the same call again", row(among), middle, True)
+
+
+@torch.no_grad()
+def _model(dtype: torch.dtype, setup: Setup) -> PreTrainedModel:
+    """With larger weights than a fresh model, whose attention is nearly uniform, so that most errors stay unseen."""
+    model = (TINY if setup.tiny else SHAPE).build(dtype, setup.device)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    return model
 
 
 def _batches(setup: Setup) -> tuple[IntArray, dict[str, list[IntArray]]]:
@@ -98,19 +91,8 @@ def _batches(setup: Setup) -> tuple[IntArray, dict[str, list[IntArray]]]:
     }
 
 
-def _compared(found: Tensor, expected: Tensor, promised: bool) -> Row:
+def _compared(case: str, found: Tensor, expected: Tensor, promised: bool) -> Row:
     equal = torch.equal(found, expected)
-    return {
-        "equal": equal,
-        "difference": (found.double() - expected.double()).abs().max().item(),
-        "promised": promised,
-        "verdict": "fail" if promised and not equal else "pass" if promised else None,
-    }
-
-
-@torch.no_grad()
-def _spread(model: Any) -> None:
-    """Larger weights than a fresh model has: its attention is nearly uniform, and most errors stay out of sight."""
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    difference = (found.double() - expected.double()).abs().max().item()
+    verdict = {True: "pass", False: "fail"}[equal] if promised else None
+    return {"case": case, "equal": equal, "difference": difference, "promised": promised, "verdict": verdict}

@@ -17,37 +17,39 @@ _COLUMNS: dict[str, dict[str, str]] = {
                    "max difference": "difference", "promised": "promised", "verdict": "verdict", "detail": "detail"},
     "operators": {"operator": "op", "case": "case", "form": "form", "median us": "median_us", "p10": "p10_us",
                   "p90": "p90_us", "host us": "host_us", "floor us": "floor_us", "% of floor": "percent_of_floor",
-                  "MB": "MB", "GFLOP": "GFLOP", "rounds": "rounds", "max difference": "difference",
-                  "verdict": "verdict"},
+                  "MB": "MB", "GFLOP": "GFLOP", "rounds": "rounds", "first call s": "first_s",
+                  "difference": "difference", "verdict": "verdict"},
     "models": {"model": "model", "layers": "layers", "workload": "workload", "form": "form", "facts/s": "facts_per_s",
                "ratio to naive": "ratio", "% of floor": "percent_of_floor", "ms": "ms", "floor ms": "floor_ms",
-               "predicted ms": "predicted_ms", "all layers, facts/s": "extrapolated", "host plan ms": "plan_ms",
-               "tokens": "tokens", "forwards": "forwards", "peak GiB": "peak_gib", "wrap s": "wrap_s",
-               "first call s": "first_s", "path": "path", "attention": "attention",
-               "max score difference": "difference", "verdict": "verdict"},
+               "host plan ms": "plan_ms", "tokens": "tokens", "forwards": "forwards", "peak GiB": "peak_gib",
+               "wrap s": "wrap_s", "first call s": "first_s", "rounds": "rounds", "path": "path",
+               "attention": "attention", "difference": "difference", "verdict": "verdict"},
 }  # fmt: skip
 _COLUMNS["compiled"] = _COLUMNS["models"]
 
 _GUIDE = """\
 How to read this:
 
-* **Floor** is arithmetic, not a measurement: the larger of bytes over the copy bandwidth and FLOP over the matmul rate
-  measured in section *ceilings* of this run. Bytes and FLOP are the least that the task needs, for every form alike, so
-  "% of floor" of a form that computes more shows that too. In *models* it is 2 x weights outside embedding and head
-  (those used by a token) x tokens, plus attention. A percentage is missing where a ceiling is.
-* **Median, p10, p90**: on CUDA between events around the call, after the L2 cache was overwritten, forms in turn and in
-  the opposite order every other round. **Host** is the time until the call returns to Python; where it is about as
-  long as the median, the device waits for the host, and the median says little about the kernel.
+* **Floor** is arithmetic on two measurements of this run: the larger of bytes over the copy bandwidth and FLOP over the
+  bf16 matmul rate of section *ceilings*. Bytes and FLOP are the least that the task needs, for every form alike, so "%
+  of floor" of a form that computes more shows that too. In *models* it is 2 x weights outside embedding and head (those
+  used by a token) x tokens, plus attention; of the last layer, where all layers were run, what the facts' last tokens
+  need. A percentage is missing where a ceiling is.
+* **Median, p10, p90** of operators on CUDA: device time between events around the call, after the L2 cache was
+  overwritten, with all launches made ahead unless the form itself waits for the device; forms in turn and in the
+  opposite order every other round. **Host** is the time until a call to an idle device returns to Python: a caller with
+  nothing else to launch waits for the longer of the two. In *models* all times are wall times from call to scores.
 * **Parity**: largest absolute error against float64 on the same operands. A form passes where its error is at most that
   of plain PyTorch in the same dtype plus an allowance (float32 1e-6, bf16 1e-2, fp16 1e-3 times the size of the values;
-  1e-6 times the largest logit for operators on the head). Only forms that passed are timed.
-* **Extrapolated** ("all layers") is facts/s x measured layers / all layers, as if nothing but layers took time; where
-  all layers ran it repeats the measurement. In Llama 4 transformers runs every token through all experts; the floor
-  counts the one that it is routed to. Weights are random: speed is that of the shape, scores mean nothing.
+  1e-6 times the largest logit for operators on the head). Only forms that passed, in this dtype and head dimension, are
+  timed, and only if they agree with PyTorch's at the timed size (**difference**: the largest, by the largest value).
+* **Layers** are those that were built and run; facts/s are of that many. In Llama 4 transformers runs every token
+  through all experts; the floor counts the one that it is routed to. Weights are random: speed is that of the shape,
+  scores mean nothing.
 * **Naive** is one prompt a fact in right-padded causal batches through the same model with PyTorch's attention and the
   last position's logits. A prefix-cached engine shares as gatekern does, and is not measured here.
-* **Wrap** is the load-time proof of the path against separate forwards; it holds most of what compiling takes.
-* **Predicted** is the time model written down before any run, with constants of an H200.
+* **Attention** is what was asked for; a layer whose heads it cannot take runs on another form. **Wrap** is the proof of
+  the path against separate forwards at load; it holds most of what compiling takes.
 * **Bits**: rows of hidden states of one prompt alone and in company, `torch.equal`. Only what is promised can fail.
 * On a CPU, sizes are tiny and one round is timed: it shows that the script works and nothing else.
 """
@@ -75,13 +77,14 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines += ["", *_table(section["rows"], _COLUMNS.get(name))] if section["rows"] else []
         for row in section["rows"]:
             if "traceback" in row:
-                lines += ["", f"{row.get('case', row.get('model', ''))}:", "", "```", row["traceback"].strip(), "```"]
+                what = ", ".join(str(row[key]) for key in ("op", "model", "case", "backend", "form") if key in row)
+                lines += ["", f"{what}:", "", "```", row["traceback"].strip(), "```"]
     return "\n".join(lines) + "\n"
 
 
 def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None) -> Iterable[str]:
     """Rows as a Markdown table, of the columns that any of them fills."""
-    known = columns or {key: key for row in rows for key in row if key != "traceback"}
+    known = columns or {key: key for row in rows for key in row}
     used = {heading: key for heading, key in known.items() if any(row.get(key) is not None for row in rows)}
     yield "| " + " | ".join(used) + " |"
     yield "|" + "---|" * len(used)

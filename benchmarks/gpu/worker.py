@@ -1,4 +1,4 @@
-"""Sections in a process of their own: a hang, a crash or a lost CUDA context costs the section in which it happens."""
+"""Sections in processes of their own: a hang, a crash or a lost CUDA context costs the case in which it happens."""
 
 from __future__ import annotations
 
@@ -7,85 +7,155 @@ import importlib
 import multiprocessing
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-GRACE_S = 45.0  # beyond a section's budget: imports, the start of CUDA, and the case that is running when time is up
+CASE_S = 75.0  # without a word from a case, start of the process and compilation included: it hangs
+GRACE_S = 40.0  # beyond a section's budget, for the case that runs when time is up
+
+
+@dataclass(frozen=True)
+class Section:
+    """``module:function`` with the arguments (setup, recorder, earlier results), and its budget: no case begins later.
+
+    On CUDA so many `processes` share the cases; elsewhere one takes all.
+    """
+
+    target: str
+    seconds: float
+    processes: int = 1
 
 
 def serve(pipe: Connection, device: str, size: str | None) -> None:
-    """Run the sections that are asked for, until none is.
-
-    ``(target, seconds, earlier)`` comes in, None at the end; ``("row", row)`` go out, then ``("end", error or None)``.
-    """
+    """Run what is asked for, until None is; send ``("case", (number, what))``, ``("row", row)``, ``("end", error)``."""
     while (request := pipe.recv()) is not None:
-        target, seconds, earlier = request
-        error = None
+        begin, error = time.monotonic(), None
+        target, seconds, first, share, earlier = request
         try:
-            _run(pipe, device, size, target, seconds, earlier)
+            # Imported here, so that a broken installation is reported as any other failure is.
+            import torch
+
+            from benchmarks.gpu.recorder import Recorder, Setup
+
+            setup = Setup.of(device, size)
+            module, function = target.split(":")
+            recorder = Recorder(pipe.send, setup, begin + seconds, first, share)
+            getattr(importlib.import_module(module), function)(setup, recorder, earlier)
+            gc.collect()
+            if setup.cuda:
+                torch.cuda.empty_cache()
         except Exception:
             error = traceback.format_exc()
         pipe.send(("end", error))
 
 
-def _run(pipe: Connection, device: str, size: str | None, target: str, seconds: float, earlier: dict[str, Any]) -> None:
-    # Imported here, so that a broken installation is reported as any other failure is.
-    import torch
-
-    from benchmarks.gpu.recorder import Recorder, Setup
-
-    setup = Setup.of(device, size)
-    module, function = target.split(":")
-    recorder = Recorder(lambda row: pipe.send(("row", row)), seconds, setup)
-    getattr(importlib.import_module(module), function)(setup, recorder, earlier)
-    gc.collect()
-    if setup.cuda:
-        torch.cuda.empty_cache()
-
-
-class Worker:
-    """The process, seen from outside; a new one is started when the last one failed."""
+class Workers:
+    """The processes, seen from outside. The first serves one section after the other, until one fails in it."""
 
     def __init__(self, device: str, size: str | None) -> None:
         self._options = device, size
-        self._context = multiprocessing.get_context("spawn")  # a fork would inherit a CUDA state that it cannot use
-        self._process: Any = None
-        self._pipe: Any = None
+        self._workers = [_Worker(device, size)]
 
-    def run(self, target: str, seconds: float, limit: float, earlier: dict[str, Any]) -> dict[str, Any]:
-        """Run one section; it is told `seconds` and stopped after `limit`.
+    def run(self, section: Section, left: float, earlier: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Run one section in at most `left` seconds.
 
         Returns
         -------
         dict
-            ``rows``, the ``seconds`` it took, and ``error``: a traceback or a reason, None when all went well.
+            ``rows``, the ``seconds`` it took, and ``error``: tracebacks or reasons, None when all went well.
         """
-        if self._process is None:
-            self._start()
         begin = time.monotonic()
+        cuda = any(row.get("value") == "cuda" for row in earlier.get("environment", {}).get("rows", []))
+        count = section.processes if cuda else 1
+        self._workers += [_Worker(*self._options) for _ in range(count - len(self._workers))]
+        end, limit = begin + min(section.seconds, left), begin + min(section.seconds + GRACE_S, left)
         rows: list[dict[str, Any]] = []
-        self._pipe.send((target, seconds, earlier))
-        while True:
-            try:
-                if not self._pipe.poll(max(0.0, begin + limit - time.monotonic())):
-                    error = f"stopped after {limit:.0f} s"
-                    break
-                kind, value = self._pipe.recv()
-            except (EOFError, ConnectionError):
-                self._process.join(10)
-                error = f"the process died with exit code {self._process.exitcode}"
-                break
-            if kind == "end":
-                error = value
-                break
-            rows.append(value)
-        if error is not None:
-            self._kill()
-        return {"rows": rows, "seconds": round(time.monotonic() - begin, 1), "error": error}
+        with ThreadPoolExecutor(count) as pool:  # a thread for each process, to wait for it
+            parts = [
+                pool.submit(worker.run, section.target, (at, count), end, limit, earlier, rows)
+                for at, worker in enumerate(self._workers[:count])
+            ]
+            errors = [error for part in parts for error in part.result()]
+        if count > 1:
+            rows.sort(key=lambda row: tuple(str(row.get(key)) for key in ("op", "dtype", "case")))
+        for worker in self._workers[1:]:  # what is timed next has the device to itself
+            worker.stop()
+        return {"rows": rows, "seconds": round(time.monotonic() - begin, 1), "error": "\n".join(errors) or None}
 
     def stop(self) -> None:
-        """End the process when it is idle."""
+        for worker in self._workers:
+            worker.stop()
+
+
+class _Worker:
+    """One process, started when it is needed."""
+
+    def __init__(self, device: str, size: str | None) -> None:
+        self._options = device, size
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def run(
+        self,
+        target: str,
+        share: tuple[int, int],
+        end: float,
+        limit: float,
+        earlier: dict[str, dict[str, Any]],
+        rows: list[dict[str, Any]],
+    ) -> list[str]:
+        """Collect the rows of a share of a section, and return what went wrong.
+
+        After a failure a new process goes on behind the case in which it happened, until `end`; `limit` stops any.
+        """
+        errors: list[str] = []
+        first = 0
+        while True:
+            number, what = -1, {}
+            self._start()
+            with suppress(OSError):  # it died since: that is read from the pipe
+                self._pipe.send((target, end - time.monotonic(), first, share, earlier))
+            while (message := self._next(limit))[0] in ("case", "row"):
+                if message[0] == "row":
+                    rows.append(message[1])
+                else:
+                    number, what = message[1]
+            kind, error = message
+            if error is None:
+                return errors
+            errors.append(error)
+            self._kill()
+            if kind == "lost" and what:
+                rows.append({**what, "verdict": "error", "traceback": error})
+            if number < first or time.monotonic() >= end:  # it got no further
+                return errors
+            first = number + 1
+
+    def _next(self, limit: float) -> tuple[str, Any]:
+        """The next message, ``("lost", reason)`` where none comes any more."""
+        left = limit - time.monotonic()
+        try:
+            if self._pipe.poll(max(0.0, min(CASE_S, left))):
+                message: tuple[str, Any] = self._pipe.recv()
+                return message
+        except (EOFError, OSError):
+            self._process.join(10)
+            return "lost", f"the process died with exit code {self._process.exitcode}"
+        return "lost", f"no word for {CASE_S:.0f} s" if left > CASE_S else "stopped: its time and some grace were spent"
+
+    def _start(self) -> None:
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")  # a fork would inherit a CUDA state that it cannot use
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=serve, args=(theirs, *self._options))
+            self._process.start()
+            theirs.close()  # so that a dead process reads as the end of the pipe
+
+    def stop(self) -> None:
+        """End it when it is idle."""
         if self._process is not None:
             with suppress(OSError):  # it may be gone
                 self._pipe.send(None)
@@ -94,12 +164,6 @@ class Worker:
 
     def _kill(self) -> None:
         self._process.kill()
-        self._process.join()
+        self._process.join(10)  # a process that waits for a device that hangs may not even die
         self._pipe.close()
         self._process = None
-
-    def _start(self) -> None:
-        self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=serve, args=(theirs, *self._options))
-        self._process.start()
-        theirs.close()  # so that a dead process reads as the end of the pipe
