@@ -10,7 +10,7 @@ import functools
 import logging
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -199,8 +199,11 @@ def run(
     name = select(op, backend, device, unfit)
     if name != "triton":
         return forms[name](*args)
+    elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
     try:
-        return forms[name](*args)
+        # Triton launches on the current device, wherever its operands are.
+        with torch.cuda.device(device) if elsewhere else nullcontext():
+            return forms[name](*args)
     except Exception as error:
         if not _is_build_failure(error):
             raise
@@ -264,4 +267,5 @@ def _triton_state(device_index: int | None) -> Backend:
 def _is_build_failure(error: Exception) -> bool:
     from triton.errors import TritonError
 
-    return isinstance(error, (TritonError, subprocess.CalledProcessError))
+    failed_pass = isinstance(error, RuntimeError) and "PassManager" in str(error)
+    return failed_pass or isinstance(error, (TritonError, subprocess.CalledProcessError))

@@ -20,7 +20,8 @@ from gatekern.ops.triton.configs import ENABLE_FP_FUSION, label_scores_config
 from gatekern.ops.triton.math import finish_logits, finite_shift, log_sum_exp
 
 
-@triton.jit
+# What changes from call to call is not worth a compilation of its own.
+@triton.jit(do_not_specialize=["rows"])
 def label_scores_kernel(
     hidden: tl.tensor,
     weight: tl.tensor,

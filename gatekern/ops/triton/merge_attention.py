@@ -18,7 +18,8 @@ from torch import Tensor
 from gatekern.ops.triton.configs import ENABLE_FP_FUSION, MERGE_ATTENTION
 
 
-@triton.jit
+# What changes from call to call is not worth a compilation of its own.
+@triton.jit(do_not_specialize=["rows"])
 def merge_attention_kernel(
     out_a: tl.tensor,
     lse_a: tl.tensor,

@@ -48,7 +48,8 @@ OUT_OF_RANGE = tl.constexpr(int(ParseStatus.OUT_OF_RANGE))
 MALFORMED = tl.constexpr(int(ParseStatus.MALFORMED))
 
 
-@triton.jit
+# What changes from call to call is not worth a compilation of its own.
+@triton.jit(do_not_specialize=["rows", "columns"])
 def parse_scores_kernel(
     tokens: tl.tensor,
     codes: tl.tensor,

@@ -30,7 +30,8 @@ from gatekern.tiles import tiles_of
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# What changes from call to call is not worth a compilation of its own.
+@triton.jit(do_not_specialize=["num_keys"])
 def prefix_attention_kernel(
     query: tl.tensor,
     key: tl.tensor,

@@ -24,7 +24,8 @@ from gatekern.ops.triton.configs import (
 from gatekern.ops.triton.math import finish_logits, finite_shift, log_sum_exp
 
 
-@triton.jit
+# What changes from call to call is not worth a compilation of its own.
+@triton.jit(do_not_specialize=["rows"])
 def tile_lse_kernel(
     hidden: tl.tensor,
     weight: tl.tensor,
